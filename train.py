@@ -789,15 +789,14 @@ def load(s):
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
-        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = blame("--reply fails:")(talk)
+        sampler = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
+        with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             s.device)
-            sample.check_loaded(reward_model.model, report)
+            sample.check_loaded(report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
             if not any(truths_of(problems)):
@@ -1637,7 +1636,7 @@ def save_folder(model, tokenizer, run, name):
     if run.folder:
         with run.replacing(name) as new:
             model.save_pretrained(new, state_dict=whole)
-            tokenizer.save_pretrained(new)
+            sample.save_tokenizer(tokenizer, new)
 
 
 # --------------------------------------------------------------------------------------------------
