@@ -926,7 +926,11 @@ def load_data(s, tokenizer):
     else:
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    eval_problems = eval_problems[:s.eval_limit or None]
+    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
+    if len(each_once) < len(eval_problems):
+        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
+               "equal ones are asked once")
+    eval_problems = reward.distinct(each_once, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
@@ -941,13 +945,13 @@ def checked_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = length_limit(AutoConfig.from_pretrained(s.model))
-    unknown = []  # of each prompt the share of its tokens that the tokenizer does not know
+    unknown = []  # of each prompt how many words the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
-        unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
+        unknown.append(ids.count(tokenizer.unk_token_id))
         if len(ids) + s.answer_tokens > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an answer "
                              f"are more than the model's {limit} positions: lower "
@@ -956,9 +960,9 @@ def checked_problems(name, source, tokenizer, s):
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, partial(ticking, desc=f"reading {source}"))
-    if sum(unknown) > len(unknown) / 2:
-        print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
-               "choose a --model that knows them")
+    if any(unknown):
+        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+               f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     odd = [truth for truths in truths_of(problems * need_answer) for truth in accepted(truths)
            if truth[0].isdigit() and isinstance(reward.canonical(truth), str)]
     if odd:
