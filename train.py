@@ -99,9 +99,10 @@ def train_step(parts, batch, s):
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, resampled, seconds = scored_groups(parts, batch, s)
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
+    rollout, first_draw, resampled, seconds = scored_groups(parts, batch, s)
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
 
     # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
     # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
@@ -121,7 +122,7 @@ def train_step(parts, batch, s):
         for mini in mini_batches(rollout, s):
             updates.append(update(parts, mini, s))
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, resampled, updates, seconds, s), rollout
+    return step_metrics(rollout, first_draw, resampled, updates, seconds, s), rollout
 
 
 def update(parts, rollout, s):
@@ -232,19 +233,27 @@ class Batch:
 
 
 def scored_groups(parts, batch, s):
-    """[A] [B] -> Rollout, how many flat groups --max-resample drew anew (2503.14476), seconds."""
+    """[A] [B] -> the Rollout to train on, the first draw, how many groups were drawn anew, seconds.
+
+    --max-resample (DAPO, 2503.14476) replaces flat groups; without it both Rollouts are the same.
+    """
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    resampled = 0
     G = s.group_size
+    first_draw = take(rollout, range(len(rollout.responses)))  # a copy
+    resampled = asked = 0  # asked: other problems of this step, on all ranks
     # A group that is still flat after the last attempt stays, with advantages of 0.
-    for attempt in range(1, s.max_resample + 1):
+    for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
-        if not any(from_all_ranks(n)):
+        counts = from_all_ranks(n)
+        if not any(counts):
             break  # every group of every rank teaches something
         resampled += n
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, attempt, n)
+        counts = [max(n, 1) for n in counts]  # a rank that draws nothing would be waited for
+        start = asked + sum(counts[:rank()])
+        places = range(start, start + counts[rank()])
+        asked += sum(counts)
+        others = batch_of_step(parts, batch.step, s, places)
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
@@ -252,7 +261,7 @@ def scored_groups(parts, batch, s):
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
         rollout = take(both, rows)
-    return rollout, resampled, seconds
+    return rollout, first_draw, resampled, seconds
 
 
 def answers_and_rewards(policy, parts, batch, s):
@@ -386,12 +395,16 @@ def loss_options(micro, s):
     return options
 
 
-def step_metrics(rollout, resampled, updates, seconds, s):
-    """The metrics of a step: its answers, the mean of its updates, its time."""
-    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
-    rewards = all_rows(rollout.rewards)                                                # (N,)
+def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
+    """The metrics of a step: the answers of its first draw, the mean of its updates, its time."""
+    lengths = all_rows(first_draw.mask.sum(dim=1).float())                             # (N,)
+    rewards = all_rows(first_draw.rewards)                                             # (N,)
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    flat = is_flat(rewards, s.group_size)                                              # (B,)
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        flat = ~all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
+    known = all_rows(first_draw.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.mean(),
@@ -399,17 +412,17 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, s.group_size).float().mean(),
+        "flat_groups": flat.float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
-        "tokens": lengths.sum(),
-        **{name: all_rows(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+        "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
+        "tokens": tokens,
+        **{name: all_rows(values.sum(dim=1)).sum() / tokens  # means per token
            for name, values in rollout.measured.items()},
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,
-        "tokens_per_second": lengths.sum() / seconds.total(),
+        "tokens_per_second": tokens / seconds.total(),
         "peak_memory_gb": peak_memory() / 1e9,
     }
     for name in updates[0]:
@@ -417,7 +430,7 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     if s.max_resample:
         metrics["resampled_groups"] = sum(from_all_ranks(resampled))
-    for name, values in (rollout.reward_parts or {}).items():
+    for name, values in (first_draw.reward_parts or {}).items():
         metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
 
@@ -436,8 +449,8 @@ def peak_memory():
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def batch_of_step(parts, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
+def batch_of_step(parts, step, s, resampled=None):
+    """This GPU's share of the step's B problems -> Batch; or others, at these places."""
     B = s.prompts_per_step
     problems = parts.problems
     key = (s.seed, step)
@@ -445,11 +458,12 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
     order = shuffled(problems, seeded(s.seed, 0, epoch))
     order = order[k * B:(k + 1) * B]
-    if attempt:
-        key = (s.seed, "resample", step, attempt)
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    if resampled is not None:
+        key = (s.seed, "resample", step)
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        order = others + order  # the step's own problems come last
-    mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
+        order = (others + order) * s.max_resample  # none comes again before all others have
+        mine = resampled
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
     return batch
