@@ -1949,14 +1949,19 @@ def curves_of(run):
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
         if points and is_told and metric not in NOT_SHOWN:
-            n = len(points)
-            width = n
+            width = len(points)
             if "eval_" not in metric:
-                width = min(n, max(2, n // 5), 40)
+                width, _ = points_and_steps(width)
             rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
             means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
             curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
     return curves
+
+
+def points_and_steps(n):
+    """How many points a curve of n sampled steps has, and of how many steps the first is a mean."""
+    points = max(1, min(n, max(2, n // 5), 40))
+    return points, math.ceil(n / points)
 
 
 def best_step(run):
@@ -1989,7 +1994,8 @@ def print_story(run):
     before, after = example_of(run)
     print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
-    print0("held-out: greedy answers; others: means of the first and of the last five steps")
+    _, n = points_and_steps(run.step)
+    print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
         if metric in SCORES:
@@ -2009,7 +2015,7 @@ def small_curve(points):
     _, values = zip(*points)
     low = min(0, *values)
     span = max(0, *values) - low or 1
-    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / span)] for value in values)
+    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * ((value - low) / span))] for value in values)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
 
 
@@ -2082,6 +2088,7 @@ def page_of(run, sections, s):
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
+    _, n = points_and_steps(run.step)
     metric, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
@@ -2109,7 +2116,7 @@ def page_of(run, sections, s):
 <p>{escape(run.folder.name)}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps,
 each with B = {s.prompts_per_step} questions and G = {s.group_size} answers to each;
 lr {s.learning_rate:g}. The best evaluation is that of step {best_step(run):g}. Held-out answers are
-greedy, all others sampled: their numbers are means of the first and of the last five steps. What is
+greedy, all others sampled: their numbers are means of the first and of the last {n} steps. What is
 0 throughout is left out.</p>
 <code>{escape(run.command)}</code>
 <ul>{items}</ul><div>{figures}</div>{example}
