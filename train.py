@@ -2195,12 +2195,18 @@ def print_figures(parts, s):
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
-    for name in ("right", "reward", "tokens", "cut", "boxed", "right of boxed and uncut"):
+    names = ["reward", *(name for name in greedy[0] if "reward/" in name), "tokens", "cut"]
+    by_rule = (column(greedy + rows, "boxed") > 0).any()
+    if by_rule:  # else its lines would say nothing
+        names += ["right", "boxed", "right of boxed and uncut"]
+    for name in names:
         left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
         print0(f"{name:25} {left:18} {right}")
     if s.against:
-        for name in SCORES.values():
-            print0(f"{name:25} {compared(rows, greedy, name)}")
+        for name in names:
+            if name in SCORES.values():
+                print0(f"{name:25} {compared(rows, greedy, name)}")
+    if s.against or not by_rule:
         return
     responses = [row["answer"] for row in rows]
     figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
