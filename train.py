@@ -241,19 +241,16 @@ def scored_groups(parts, batch, s):
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
     G = s.group_size
     first_draw = take(rollout, range(len(rollout.responses)))  # a copy
-    resampled = asked = 0  # asked: other problems of this step, on all ranks
+    resampled = asked = 0  # asked: other problems of this step
     # A group that is still flat after the last attempt stays, with advantages of 0.
     for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
-        counts = from_all_ranks(n)
-        if not any(counts):
+        if not any(from_all_ranks(n)):
             break  # every group of every rank teaches something
         resampled += n
-        counts = [max(n, 1) for n in counts]  # a rank that draws nothing would be waited for
-        start = asked + sum(counts[:rank()])
-        places = range(start, start + counts[rank()])
-        asked += sum(counts)
-        others = batch_of_step(parts, batch.step, s, places)
+        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
+        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
+        asked += n
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
@@ -450,7 +447,7 @@ def peak_memory():
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
 def batch_of_step(parts, step, s, resampled=None):
-    """This GPU's share of the step's B problems -> Batch; or others, at these places."""
+    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
     B = s.prompts_per_step
     problems = parts.problems
     key = (s.seed, step)
@@ -463,7 +460,7 @@ def batch_of_step(parts, step, s, resampled=None):
         key = (s.seed, "resample", step)
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
         order = (others + order) * s.max_resample  # none comes again before all others have
-        mine = resampled
+        mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
     return batch
@@ -833,6 +830,8 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together; a printed line for each that has no effect."""
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     rewards = s.reward or []

@@ -1,4 +1,5 @@
 """Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
+import json
 import re
 import pytest
 from checks import value_error
@@ -155,6 +156,7 @@ def test_the_tools_of_a_problem_are_told():
         tokenizer.chat_template)
     plain = sample.chat_prompt(tokenizer, {**asked, "tools": None}, "")
     told = sample.chat_prompt(tokenizer, {**asked, "tools": [tool]}, "")
+    assert sample.chat_prompt(tokenizer, {**asked, "tools": json.dumps([tool])}, "") == told
     assert told.endswith("\n" + plain) and '"name": "add"' in told and "It is 2" in told
     assert marks(tokenizer, told) == marks(tokenizer, plain)
     sample.set_template_arguments(tokenizer, {"tools": [{"type": "function", "function": {}}]})
