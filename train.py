@@ -104,9 +104,10 @@ def train_step(parts, batch, s):
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, resampled, seconds = scored_groups(parts, batch, s)
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
+    rollout, first_draw, resampled, seconds = scored_groups(parts, batch, s)
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
 
     # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
     # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
@@ -126,7 +127,7 @@ def train_step(parts, batch, s):
         for mini in mini_batches(rollout, s):
             updates.append(update(parts, mini, s))
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, resampled, updates, seconds, s), rollout
+    return step_metrics(rollout, first_draw, resampled, updates, seconds, s), rollout
 
 
 def update(parts, rollout, s):
@@ -247,19 +248,24 @@ class Batch:
 
 
 def scored_groups(parts, batch, s):
-    """[A] [B] -> Rollout, how many flat groups --max-resample drew anew (2503.14476), seconds."""
+    """[A] [B] -> the Rollout to train on, the first draw, how many groups were drawn anew, seconds.
+
+    --max-resample (DAPO, 2503.14476) replaces flat groups; without it both Rollouts are the same.
+    """
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    resampled = 0
     G = s.group_size
+    first_draw = take(rollout, range(len(rollout.responses)))  # a copy
+    resampled = asked = 0  # asked: other problems of this step
     # A group that is still flat after the last attempt stays, with advantages of 0.
-    for attempt in range(1, s.max_resample + 1):
+    for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
         if not any(from_all_ranks(n)):
             break  # every group of every rank teaches something
         resampled += n
         n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, attempt, n)
+        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
+        asked += n
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
@@ -267,7 +273,7 @@ def scored_groups(parts, batch, s):
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
         rollout = take(both, rows)
-    return rollout, resampled, seconds
+    return rollout, first_draw, resampled, seconds
 
 
 def answers_and_rewards(policy, parts, batch, s):
@@ -395,12 +401,16 @@ def loss_mask(rollout, s):
     return rollout.mask
 
 
-def step_metrics(rollout, resampled, updates, seconds, s):
-    """The metrics of a step: its answers, the mean of its updates, its time."""
-    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
-    rewards = all_rows(rollout.rewards)                                                # (N,)
+def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
+    """The metrics of a step: the answers of its first draw, the mean of its updates, its time."""
+    lengths = all_rows(first_draw.mask.sum(dim=1).float())                             # (N,)
+    rewards = all_rows(first_draw.rewards)                                             # (N,)
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    flat = is_flat(rewards, s.group_size)                                              # (B,)
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        flat = ~all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
+    known = all_rows(first_draw.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.mean(),
@@ -408,17 +418,17 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, s.group_size).float().mean(),
+        "flat_groups": flat.float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
-        "tokens": lengths.sum(),
-        **{name: all_rows(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+        "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
+        "tokens": tokens,
+        **{name: all_rows(values.sum(dim=1)).sum() / tokens  # means per token
            for name, values in rollout.measured.items()},
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,
-        "tokens_per_second": lengths.sum() / seconds.total(),
+        "tokens_per_second": tokens / seconds.total(),
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     for name in updates[0]:
@@ -426,7 +436,7 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     if s.max_resample:
         metrics["resampled_groups"] = sum(from_all_ranks(resampled))
-    for name, values in (rollout.reward_parts or {}).items():
+    for name, values in (first_draw.reward_parts or {}).items():
         metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
 
@@ -434,8 +444,8 @@ def step_metrics(rollout, resampled, updates, seconds, s):
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def batch_of_step(parts, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
+def batch_of_step(parts, step, s, resampled=None):
+    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
     B = s.prompts_per_step
     problems = parts.problems
     key = (s.seed, step)
@@ -443,11 +453,12 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
     order = shuffled(problems, seeded(s.seed, 0, epoch))
     order = order[k * B:(k + 1) * B]
-    if attempt:
-        key = (s.seed, "resample", step, attempt)
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    if resampled is not None:
+        key = (s.seed, "resample", step)
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        order = others + order  # the step's own problems come last
-    mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
+        order = (others + order) * s.max_resample  # none comes again before all others have
+        mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
     return batch
@@ -809,10 +820,10 @@ def parse(words):
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("holds no JSON object")
+            raise ValueError("it is something else")
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
@@ -843,16 +854,15 @@ def load(s):
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
-        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = blame("--reply fails:")(talk)
+        sampler = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
+        with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
             sample.checked_config(s.reward_model)
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             s.device)
-            sample.check_loaded(reward_model.model, report)
+            sample.check_loaded(report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
@@ -910,7 +920,7 @@ def choose_device(s):
         return torch.device("cuda"), "bfloat16" if s.dtype == "auto" else s.dtype
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
+    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
         if device.index:
@@ -972,7 +982,11 @@ def load_data(s, tokenizer):
     else:
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    eval_problems = eval_problems[:s.eval_limit or None]
+    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
+    if len(each_once) < len(eval_problems):
+        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
+               "equal ones are asked once")
+    eval_problems = reward.distinct(each_once, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
@@ -987,13 +1001,13 @@ def checked_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = length_limit(AutoConfig.from_pretrained(s.model))
-    unknown = []  # of each prompt the share of its tokens that the tokenizer does not know
+    unknown = []  # of each prompt how many words the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
-        unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
+        unknown.append(ids.count(tokenizer.unk_token_id))
         if len(ids) + s.answer_tokens > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an answer "
                              f"are more than the model's {limit} positions: lower "
@@ -1002,9 +1016,9 @@ def checked_problems(name, source, tokenizer, s):
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, partial(ticking, desc=f"reading {source}"))
-    if sum(unknown) > len(unknown) / 2:
-        print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
-               "choose a --model that knows them")
+    if any(unknown):
+        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+               f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     return problems
 
 
@@ -1192,7 +1206,7 @@ def world():
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):")
+@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
 def join_ranks(s):
     if rank() >= world():
         raise ValueError(f"rank {rank()} of {world()}")
@@ -1513,7 +1527,7 @@ def save_folder(model, tokenizer, run, name):
     if run.folder:
         with run.replacing(name) as new:
             model.save_pretrained(new, state_dict=whole)
-            tokenizer.save_pretrained(new)
+            sample.save_tokenizer(tokenizer, new)
             (new / f"step-{run.step}").touch()
 
 
@@ -1578,7 +1592,7 @@ def load_checkpoint(run, parts, s):
     path = Path(run.name, CHECKPOINT)
     command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
-               "train.py:"):
+               "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
@@ -1779,14 +1793,19 @@ def curves_of(run):
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
         if points and is_told and metric not in NOT_SHOWN:
-            n = len(points)
-            width = n
+            width = len(points)
             if "eval_" not in metric:
-                width = min(n, max(2, n // 5), 40)
+                width, _ = points_and_steps(width)
             rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
             means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
             curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
     return curves
+
+
+def points_and_steps(n):
+    """How many points a curve of n sampled steps has, and of how many steps the first is a mean."""
+    points = max(1, min(n, max(2, n // 5), 40))
+    return points, math.ceil(n / points)
 
 
 def best_step(run):
@@ -1816,7 +1835,8 @@ def print_story(run):
     before, after = example_of(first, last)
     print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
-    print0("held-out: greedy answers; others: means of the first and of the last five steps")
+    _, n = points_and_steps(run.step)
+    print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
         if metric in SCORES:
@@ -1835,7 +1855,7 @@ def small_curve(points):
     _, values = zip(*points)
     low = min(0, *values)
     span = max(0, *values) - low or 1
-    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / span)] for value in values)
+    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * ((value - low) / span))] for value in values)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
 
 
@@ -1857,12 +1877,18 @@ def print_figures(parts, s):
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
-    for name in ("right", "reward", "tokens", "cut", "boxed", "right of boxed and uncut"):
+    names = ["reward", *(name for name in greedy[0] if "reward/" in name), "tokens", "cut"]
+    by_rule = (column(greedy + rows, "boxed") > 0).any()
+    if by_rule:  # else its lines would say nothing
+        names += ["right", "boxed", "right of boxed and uncut"]
+    for name in names:
         left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
         print0(f"{name:25} {left:18} {right}")
     if s.against:
-        for name in SCORES.values():
-            print0(f"{name:25} {compared(rows, greedy, name)}")
+        for name in names:
+            if name in SCORES.values():
+                print0(f"{name:25} {compared(rows, greedy, name)}")
+    if s.against or not by_rule:
         return
     responses = [row["answer"] for row in rows]
     figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
@@ -1910,7 +1936,7 @@ def print_trace(parts, s):
            "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
-            word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            word, = words_of(parts.tokenizer, rollout.input_ids[n, t + 1:t + 2].tolist())
             print0(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}"
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))

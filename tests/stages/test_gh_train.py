@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same, seeded
-from files import FEW, TINY, checkpoint_of, lines_of, metrics_of
+from files import FEW, MINE, SHORT, TINY, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
-from runs import refused, told, trains
+from runs import refused, told, trained, trains
 from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, run_in,
                    settings, whole_step)
 import reward
@@ -247,7 +247,8 @@ def test_evaluation_is_its_definition():
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
         n = len(numbers)
-        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9), responses=[
+        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9),
+                               reward_parts=None, responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
 
@@ -304,24 +305,28 @@ def test_every_step_asks_its_own_problems(tmp_path):
 
 def test_all_that_is_random_follows_from_seed_step_and_round(tiny):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
-    def batch(n, step, attempt=0, *flags):
+    def batch(n, step, places=None, *flags):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
         given = SimpleNamespace(tokenizer=tiny[1], problems=problems)
         found = train.batch_of_step(given, step,
-                                    settings("--prompts-per-step=4", *flags), attempt)
+                                    settings("--prompts-per-step=4", "--max-resample=3", *flags),
+                                    places)
         pairs = zip(found.problems, found.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
         return tuple(found.prompts), [g.initial_seed() for g in found.generators]
 
     epochs = [[batch(18, step)[0] for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     assert [len({*sum(epoch, ())}) for epoch in epochs] == [16, 16] and epochs[0] != epochs[1]
-    ways = [(3,), (4,), (3, 0, "--seed=1"), (3, 1), (3, 2), (4, 1)]
+    ways = [(3,), (4,), (3, None, "--seed=1"), *((step, range(n, n + 4))
+                                                 for step, n in ((3, 0), (3, 4), (4, 0)))]
     drawn = [batch(12, *way) for way in ways]
     assert drawn == [batch(12, *way) for way in ways]
     assert len({prompts for prompts, _ in drawn}) == 6
     assert len({seed for _, seeds in drawn for seed in seeds}) == 24
-    assert not {*drawn[0][0]} & {*drawn[3][0]}            # 8 others are there, and come first
-    assert {*batch(4, 1, 1)[0]} == {*batch(4, 1)[0]}      # where there are no others
+    others = {*drawn[3][0], *drawn[4][0]}                 # 8 others are there, and come first
+    assert len(others) == 8 and not others & {*drawn[0][0]}
+    assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
+    assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -451,7 +456,7 @@ def test_eval_only_prints_the_figures(capsys):
     out = capsys.readouterr().out
     assert "8 problems" in out and "4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
-    problems = reward.load_problems(p.settings.eval_data)[:8]
+    problems = reward.distinct(reward.load_problems(p.settings.eval_data), 8)
     p = parts_of(p, problems)
     greedy, _ = train.evaluate(p, p.settings)
     sampled, answers = train.evaluate(p, p.settings, 4, 1.0)
@@ -462,6 +467,36 @@ def test_eval_only_prints_the_figures(capsys):
     figures = reward.figures_of([row["answer"] for row in answers], reward.truths_of(problems), 4)
     assert {"pass@1", "pass@2", "pass@4"} <= figures.keys()
     assert all(re.search(rf"\n{name} +{value:.4f}\n", out) for name, value in figures.items())
+
+
+def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):
+    """And the limit takes any of them, wherever they stand in the file."""
+    lines = (train.TINY / "few.jsonl").read_text().splitlines()
+    asked = []
+    for order in (lines * 3, lines[::-1]):
+        (tmp_path / "d.jsonl").write_text("\n".join(order))
+        s = settings(f"--data={train.TINY / 'few.jsonl'}", f"--eval-data={tmp_path / 'd.jsonl'}",
+                     "--eval-limit=5")
+        asked.append([problem["question"] for problem in train.load(s).eval_problems])
+        told = "--eval-data: 96 problems, of which 32 differ" in capsys.readouterr().out
+        assert told == (len(order) == 96)
+    assert sorted(asked[0]) == sorted(asked[1]) and asked[0] == asked[1][::-1]
+    assert asked[0] != [json.loads(line)["question"] for line in lines[:5]]
+
+
+def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
+    """And no line of the rule, where nothing has a box."""
+    flags = (*SHORT, f"--data={train.TINY / 'few.jsonl'}", f"--reward={MINE}:length", "--reward",
+             "think", "--steps=1")
+    folder = trained(tmp_path / "run", *flags)
+    assert {"reward/length", "reward/think"} < lines_of(folder / "evaluations.jsonl")[0].keys()
+    capsys.readouterr()
+    for more, boxed in ((), True), (["--max-new-tokens=2"], False):
+        trains("--eval-only", f"--model={folder}", f"--against={TINY}", *more)
+        out = capsys.readouterr().out
+        assert "\nreward/length " in out and "\nreward/think " in out
+        assert ("\nright " in out) == ("\nboxed " in out) == boxed
+        assert out.count(", p ") == 1 + boxed
 
 
 def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
@@ -517,9 +552,9 @@ def test_a_comparison_counts_what_was_gained_and_lost():
     before = rows([True] * 68 + [False] * 132)            # 0.340 of 200
     after = rows([True] * 60 + [False] * 8 + [True] * 41 + [False] * 91)
     line = train.compared(before, after, "right")
-    assert "0.340 ± 0.033 → 0.505 ± 0.035" in line and "41 gained, 8 lost, p < 0.001" in line
+    assert "0.340 ± 0.034 → 0.505 ± 0.035" in line and "41 gained, 8 lost, p < 0.001" in line
     assert "difference 0.165 ± 0.033" in line and "chance" not in line
-    assert "0.247 ± 0.049" in train.compared(before, after, "reward")
+    assert "0.247 ± 0.050" in train.compared(before, after, "reward")
     few = train.compared(rows([True, False, False]), rows([True, True, True]), "right")
     assert "2 gained, 0 lost, p = 0.500" in few and "chance" in few
     unknown = [{"reward": 1.0}, {"reward": 0.0}]          # no true answer

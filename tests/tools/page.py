@@ -14,7 +14,7 @@ import sample  # noqa: E402
 import train  # noqa: E402
 from reward import compared  # noqa: E402
 from sample import words_of  # noqa: E402
-from train import SCORES, best_step, curves_of, example_of  # noqa: E402
+from train import SCORES, best_step, curves_of, example_of, points_and_steps  # noqa: E402
 
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -93,6 +93,7 @@ def page_of(run, sections, s):
     curves = curves_of(run)
     steps = run.history[-1]["step"]
     figures = "".join(figure_of_curve(*curve, steps) for curve in curves)
+    _, n = points_and_steps(steps)
     metric, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
@@ -108,7 +109,7 @@ def page_of(run, sections, s):
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
 and G = {s.group_size} answers to each; lr {s.learning_rate:g}. The best evaluation is that of step
 {best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means of the
-first and of the last five steps. What is 0 throughout is left out.</p>
+first and of the last {n} steps. What is 0 throughout is left out.</p>
 <ul>{items}</ul><div>{figures}</div>
 <h2>The held-out problem that gained most</h2>
 <p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>

@@ -272,8 +272,8 @@ def run_one(output, arm, seed, steps, real=""):
         # Every right answer becomes more likely, and a wrong one teaches nothing.
         return (rewards >= 1).float()
 
-    def with_group_std(rollout, batch, updates, seconds, settings):
-        metrics = step_metrics(rollout, batch, updates, seconds, settings)
+    def with_group_std(rollout, *others):
+        metrics, settings = step_metrics(rollout, *others), others[-1]
         return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
 
     train.step_metrics = with_group_std

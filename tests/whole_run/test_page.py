@@ -92,8 +92,8 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
     rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
     group = {"step": 1, "question": word, "prompt": word, "truth": word}
-    tokenizer = SimpleNamespace(decode=lambda ids: word * len(ids),
-                                batch_decode=lambda rows: [word] * len(rows))
+    tokenizer = SimpleNamespace(decode=lambda ids, **how: word * len(ids),
+                                batch_decode=lambda rows, **how: [word] * len(rows))
     moved = torch.full(rollout.mask.shape, 0.5)
     return page.section_of(group, rollout, moved, tokenizer), rollout
 
