@@ -554,14 +554,14 @@ def finish_step(run, parts, s):
     """
     metrics = run.pending
     if run.is_due:
-        found, rows = evaluate(parts, s, run=run)
+        scores, rows = evaluate(parts, s, run=run)
         if run.stopped():
             return
         # Scores of other problems or rewards get another number: they are never compared.
         asked = [(row["problem"], row["truth"]) for row in rows], s.reward, s.reward_weights
-        found["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
+        scores["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
         run.append("evaluations.jsonl", *({"step": run.step, **row} for row in rows))
-        metrics = metrics | found
+        metrics = metrics | scores
     run.log(metrics)
     if run.is_due:
         keep_best(run, parts, s)
@@ -721,12 +721,12 @@ def config_of(folder):
     return str(config) if is_run and config.is_file() else None
 
 
-def check_code(config, given, source):
+def check_code(config, flags, source):
     """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
     for name in ("reward", "step_reward", "reply"):
-        if name not in given and ".py:" in str(config.get(name)):
+        if name not in flags and ".py:" in str(config.get(name)):
             line = f"{flag_of(name)}: {source} names code, {config[name]}"
-            if "config" not in given:
+            if "config" not in flags:
                 raise BadInput(f"{line}; to run it, name it in the command, too")
             print0(line)
 
@@ -735,7 +735,7 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(words):
+def parse_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
@@ -780,35 +780,35 @@ def parse(words):
 
     base    tests/tiny/grpo.json, if no other layer names a model
     config  the file --config, or that of the run which --resume or --eval-only names
-    given   the words
+    flags   the words
     """
-    given = given_flags(words)
-    if given.get("resume") == "auto":
-        if "output" not in given:
+    flags = parse_flags(words)
+    if flags.get("resume") == "auto":
+        if "output" not in flags:
             raise BadInput("--resume auto: needs --output, the folder of the run")
-        if os.path.exists(f"{given['output']}/config.json"):
-            given["resume"] = given.pop("output")
-            given.pop("config", None)  # the run has kept what it says
+        if os.path.exists(f"{flags['output']}/config.json"):
+            flags["resume"] = flags.pop("output")
+            flags.pop("config", None)  # the run has kept what it says
         else:
-            del given["resume"]  # the run begins
-    source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
-    if given.get("eval_only") and not source:
-        source = config_of(given.get("model"))  # a run's policy is asked as in its run
+            del flags["resume"]  # the run begins
+    source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
+    if flags.get("eval_only") and not source:
+        source = config_of(flags.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
-    if "resume" not in given:
-        check_code(config, given, source)
+    if "resume" not in flags:
+        check_code(config, flags, source)
     base = {}
-    if "model" not in config | given:
+    if "model" not in config | flags:
         base = read_config(TINY_CONFIG)
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in (base, config, given):
+    for layer in (base, config, flags):
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        if others := given.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
@@ -836,7 +836,7 @@ def read_config(file):
                     text = item if isinstance(item, str) else json.dumps(item)
                     words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
-            return given_flags(words)
+            return parse_flags(words)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1036,13 +1036,13 @@ def make_optimizer(model, s, ref_model=None):
         return with_moments(torch.optim.AdamW(weights.items(), **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
-        master = off_grid(weight, s.seed, i)
+        master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
 @torch.no_grad()
-def off_grid(weight, seed, i, device=None):
+def dither(weight, seed, i, device=None):
     """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
 
     A unit is the distance between neighbours in bfloat16. Rounded to nearest, the copy is still
@@ -1089,7 +1089,7 @@ def lora_optimizer(model, s, ref_model, **options):
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        logprob.add_factors(linear, partial(off_grid, W0, s.seed, i, device), s.lora_rank,
+        logprob.add_factors(linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
                             s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
     return LoraAdamW(linears, **options)
 
@@ -1354,7 +1354,7 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     # In a checkpoint; what the logs hold is read from them
-    SAVED = "pending is_due log_sizes told pairs command".split()
+    SAVED = "pending is_due log_sizes pairs command".split()
 
     is_due = True  # whether the pending step is to be evaluated
     is_whole = True  # no weight has moved since the last step that is done
@@ -1369,7 +1369,6 @@ class Run:
         self.pending = {"step": 0}  # the metrics of a step, until they are logged
         self.history = []  # the lines of metrics.jsonl
         self.log_sizes = dict.fromkeys(LOGS, 0)  # in bytes, up to the last step that is done
-        self.told = []  # the symptoms that were reported: each is told once
         self.pairs = [], []  # a reward model's, when it is saved
 
     @property
@@ -1437,14 +1436,11 @@ class Run:
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
         self.history.append(metrics)
-        if "loss" in metrics:  # the first line is that of the start
-            found = symptoms(self.history[1:], self.answer)
-            for what in self.told:
-                found.pop(what, None)
-            if found:
-                self.told += found
-                metrics["warning"] = "; ".join(found.values())
-                print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
+        # The first line is that of the start; and one warning is enough.
+        if "loss" in metrics and not self.curve("warning"):
+            if symptom := symptoms(self.history[1:], self.answer):
+                metrics["warning"] = symptom
+                print0(f"step {metrics['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         self.measure_logs()
         self.pending = None
@@ -1510,12 +1506,12 @@ class Run:
 
 def on_host(run, tensors):
     """{name: tensor, sharded or not} -> the whole tensors in host memory, on rank 0 alone."""
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         whole = whole_of(tensor.detach())  # all ranks take part in gathering
         if run.folder:
-            found[name] = whole.cpu()
-    return found
+            copies[name] = whole.cpu()
+    return copies
 
 
 def save_folder(model, tokenizer, run, name):
@@ -1710,9 +1706,9 @@ def begin(run, parts, s):
     else:
         save_checkpoint(run, parts, s)
     if run.folder:  # last: where there are settings, there is a checkpoint
-        kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+        settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
         with run.replacing("config.json") as new:
-            new.write_text(json.dumps(kept, indent=2))
+            new.write_text(json.dumps(settings, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
@@ -1721,7 +1717,7 @@ def begin(run, parts, s):
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
-def outlive(stream):
+def survive_closing(stream):
     """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
     def write_now(text):
         try:
@@ -1791,8 +1787,8 @@ def curves_of(run):
     for metric in dict.fromkeys(names):
         points = run.curve(metric)
         # Beside a score, what is 0 throughout says nothing.
-        is_told = not curves or metric in rewards or any(value for _, value in points)
-        if points and is_told and metric not in NOT_SHOWN:
+        is_shown = not curves or metric in rewards or any(value for _, value in points)
+        if points and is_shown and metric not in NOT_SHOWN:
             width = len(points)
             if "eval_" not in metric:
                 width, _ = points_and_steps(width)
@@ -1951,6 +1947,6 @@ def print_trace(parts, s):
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's has not, and may be none
-            outlive(stream)
+            survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

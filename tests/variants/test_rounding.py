@@ -7,14 +7,14 @@ import torch
 from checks import same, seeded
 from models import small_model
 import train
-from train import MasterAdamW, off_grid
+from train import MasterAdamW, dither
 
 HALF = (torch.bfloat16, torch.float16)
 BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
 
 
 def masters_of(*weights, seed=0, **how):
-    masters = {str(i): off_grid(weight, seed, i) for i, weight in enumerate(weights)}
+    masters = {str(i): dither(weight, seed, i) for i, weight in enumerate(weights)}
     return MasterAdamW(masters, list(weights), **how)
 
 
@@ -64,7 +64,7 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
     """In float32 numbers from the weight: uniform, and never so far that it would round away."""
     n, half = 2**18, 2**(BITS[dtype] - 1)
     weight = torch.full((n,), -1.5, dtype=dtype)
-    far = off_grid(weight, 0, 0).view(torch.int32) - weight.float().view(torch.int32)
+    far = dither(weight, 0, 0).view(torch.int32) - weight.float().view(torch.int32)
     assert 1 - half <= far.min() < -0.999 * half and 0.999 * half < far.max() <= half - 1
     assert abs(float(far.double().mean())) < 4 * half / (3 * n) ** 0.5
     assert far.double().std() == pytest.approx(half / 3**0.5, rel=0.01)
@@ -72,7 +72,7 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
 
 def test_the_places_never_change():
     weight = torch.randn(99, generator=seeded())
-    same(off_grid(weight, 0, 0), weight, "in float32 none")
+    same(dither(weight, 0, 0), weight, "in float32 none")
     n = 2**20
     start, move = torch.ones(n), 2**-7 * 0.25            # a quarter of a unit above 1
     once = rounded(start, torch.bfloat16, move) > 1
@@ -107,5 +107,5 @@ def test_each_shard_of_a_weight_has_its_own_places(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        shards.append(off_grid(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
+        shards.append(dither(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
     assert not torch.equal(*shards)

@@ -247,7 +247,7 @@ def test_signals_while_a_line_waits_for_its_reader():
         except BlockingIOError:
             os.set_blocking(pipe, True)
         sys.stderr = open(pipe, "w")
-        train.outlive(sys.stderr)
+        train.survive_closing(sys.stderr)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         run = train.Run()
         with run.stopping_on_signals():

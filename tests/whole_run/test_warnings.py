@@ -18,16 +18,15 @@ def history(n, **series):
 
 
 @pytest.mark.parametrize("rewards, told", [
-    ([0.5] * 30, []), ([0.5], []), ([0.9, 0.3], ["fallen reward"]), ([0.9, 0.5], []),
-    ([1.0, *[0.8] * 20], []), ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], ["fallen reward"]),
-    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], []), ([-9.0, *[-9.2] * 20], [])])
+    ([0.5] * 30, False), ([0.5], False), ([0.9, 0.3], True), ([0.9, 0.5], False),
+    ([1.0, *[0.8] * 20], False), ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], True),
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], False), ([-9.0, *[-9.2] * 20], False)])
 def test_only_a_reward_that_has_fallen_is_trouble(rewards, told):
     """It names --lr first; half a standard deviation of the answers is a quarter here."""
     rows = [{**row, "reward_mean": reward} for row, reward in zip(history(len(rewards)), rewards)]
     before = copy.deepcopy(rows)
-    found = train.symptoms(rows)
-    assert list(found) == told and all("--lr" in line for line in found.values())
-    assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
+    assert ("--lr" in train.symptoms(rows)) == told
+    assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == ""
     assert rows == before                                 # a pure function
 
 
@@ -41,7 +40,7 @@ def test_nothing_to_learn_is_told_after_three_steps(n, series, told):
     for name, values in series.items():
         for row, value in zip(rows, values):
             row[name] = value
-    line = train.symptoms(rows).get("nothing to learn", "")
+    line = train.symptoms(rows)
     for word in ("earned 0,", "0% have a \\boxed{}", "90%", "--data", "--max-new-tokens"):
         assert (word in line) == told
 
