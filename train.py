@@ -865,6 +865,9 @@ def load(s):
             sample.check_loaded(report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
+            if not any(truths_of(problems)):
+                print0("--renew-reference: no true answer is known, so --reward-model is not "
+                       "trained: the rule orders its pairs")
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     policy_model = shard(policy_model, s, samples=True)
