@@ -1452,20 +1452,21 @@ class Run:
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
 
-    def evaluated(self):
-        """The metrics of the evaluations that asked what the last one asked."""
-        rows = [row for row in self.history if "eval_id" in row]
-        return [row for row in rows if row["eval_id"] == rows[-1]["eval_id"]]
-
     def curve(self, name):
-        """A metric over the steps: (step, value), without steps that lack it or have null."""
-        rows = self.evaluated() if name.startswith("eval_") else self.history
-        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        """A metric over the steps: (step, value), without steps that lack it or have null.
+
+        Of evaluations only those that asked what the last one asked: others cannot be compared.
+        """
+        rows = [row for row in self.history if row.get(name) is not None]
+        if name.startswith("eval_"):
+            last = [row["eval_id"] for row in self.history if "eval_id" in row][-1:]
+            rows = [row for row in rows if row["eval_id"] in last]
+        return [(row["step"], row[name]) for row in rows]
 
     def first_and_last(self):
         """The answers of the first and of the last evaluation of the same problems, see row_of."""
         rows = self.records("evaluations.jsonl")
-        steps = [row["step"] for row in self.evaluated()]
+        steps = [step for step, _ in self.curve("eval_id")]
         return [[row for row in rows if row["step"] == step] for step in (steps[0], steps[-1])]
 
     def log_samples(self, rollout, step, group_size):

@@ -486,13 +486,13 @@ def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):
 
 def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
     """And no line of the rule, where nothing has a box."""
-    flags = (*SHORT, f"--data={train.TINY / 'few.jsonl'}", f"--reward={MINE}:length", "--reward",
-             "think", "--steps=1")
-    folder = trained(tmp_path / "run", *flags)
+    rewards = "--reward", f"{MINE}:length", "think"
+    folder = trained(tmp_path / "run", *SHORT, f"--data={train.TINY / 'few.jsonl'}", "--steps=1",
+                     *rewards)
     assert {"reward/length", "reward/think"} < lines_of(folder / "evaluations.jsonl")[0].keys()
     capsys.readouterr()
     for more, boxed in ((), True), (["--max-new-tokens=2"], False):
-        trains("--eval-only", f"--model={folder}", f"--against={TINY}", *more)
+        trains("--eval-only", f"--model={folder}", f"--against={TINY}", *rewards, *more)
         out = capsys.readouterr().out
         assert "\nreward/length " in out and "\nreward/think " in out
         assert ("\nright " in out) == ("\nboxed " in out) == boxed
