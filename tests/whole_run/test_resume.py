@@ -153,6 +153,25 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
     resumed_ends_the_same(folder, own_reward)
 
 
+def test_a_signal_ends_an_evaluation_within_a_batch(monkeypatch, tmp_path):
+    """Here the first of the first one's five."""
+    monkeypatch.setenv("FAULT", "SIGTERM")
+    monkeypatch.setenv("FAULT_AT", "1")
+    flags = (*OWN_REWARD, "--prompts-per-step=1", "--group-size=2", "--eval-limit=10")
+    assert train.main([*flags, f"--output={tmp_path / 'run'}"]) == 143
+    assert sys.modules["mine"].calls == 1
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(tmp_path, own_reward):
+    """The checkpoint of that step is written before it."""
+    folder = tmp_path / "run"
+    end = begin("train.py", *OWN_REWARD, "--save-every=3", f"--output={folder}", FAULT="SIGKILL",
+                FAULT_AT="5")
+    assert end().returncode == -signal.SIGKILL
+    assert counters_of(folder)["pending"]["step"] == 3
+    resumed_ends_the_same(folder, own_reward)
+
+
 def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     """From the shell and another folder; in a terminal that lacks the blocks of the curves."""
     folder = tmp_path / "a run"
