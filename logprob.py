@@ -16,16 +16,16 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
+import json
 import sys
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -94,7 +94,7 @@ FAST = set("""
 
 
 def use_fast_paths(model):
-    """Let a model of these families take them: once, before it is copied. Not with --plain."""
+    """Let a model of these families take them: once, before it is copied. Not with --no-fast."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     head = model.get_output_embeddings()
@@ -108,7 +108,7 @@ def use_fast_paths(model):
     model.set_attn_implementation("long rows")
     for module in model.modules():               # norms of Llama's kind
         if hasattr(module, "variance_epsilon"):
-            module.forward = partial(fused_norm, module)
+            module.__class__ = FusedNorm
 
 
 def is_fast(model):
@@ -116,9 +116,11 @@ def is_fast(model):
     return model.config._attn_implementation == "long rows"
 
 
-def fused_norm(norm, x):
+class FusedNorm(torch.nn.Module):
     """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
-    return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def forward(self, x):
+        return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def uploaded(device, *tensors):
@@ -245,14 +247,115 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
-# A Linear that LoRA trains, see train.py: it has one weight, W = W0 + c B A.
+# What moves the weights in place of a plain AdamW, see train.make_optimizer: float32 masters of
+# which they are rounded, or LoRA's factors.
 
-class FactoredLinear(torch.autograd.Function):
+def with_moments(optimizer):
+    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
+    for p in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[p]
+        state["step"] = torch.zeros((), device=p.device)     # where the fused kernel needs it
+        state["exp_avg"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
+    return optimizer
+
+
+def to_float32(weight):
+    weight.grad = weight.grad.float()
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW on the float32 masters of bfloat16 weights, which are rounded from them.
+
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
+    """
+
+    def __init__(self, masters, weights, **options):
+        super().__init__(masters.items(), **options)
+        self.masters = list(masters.values())
+        self.weights = weights
+        self.grads = []
+        if self.masters[0].device != weights[0].device:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
+        for weight in weights:
+            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
+            # float32, so the others are added to it in float32.
+            weight.grad_dtype = None  # allows that
+            weight.register_post_accumulate_grad_hook(to_float32)
+
+    def step(self):
+        for i, weight in enumerate(self.weights):
+            grad = weight.grad
+            if self.grads and grad is not None:
+                grad = self.grads[i].copy_(grad)
+            self.masters[i].grad = grad
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        """Round the masters into the model's weights, each to the nearest number."""
+        for weight, master in zip(self.weights, self.masters):
+            # From pinned memory, if with --offload; step() waits for gradients.
+            weight.copy_(master, non_blocking=True)
+
+    def zero_grad(self):
+        super().zero_grad()
+        for weight in self.weights:
+            weight.grad = None
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
+# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
+
+def linears_of(model):
+    """{name: module} of every Linear but the head. ValueError: others would stay frozen."""
+    linears = {}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
+        if is_matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            raise ValueError(f"{name}: not a Linear, and would not be trained")
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            linears[name] = module
+    return linears
+
+
+def add_factors(linear, first, rank, alpha, generator):
+    """Make a Linear a FactoredLinear; first() makes its W0 in float32, to which c B A is added."""
+    # PEFT begins with the same distribution. B is 0: the first W is W0.
+    n_out, n_in = linear.weight.shape
+    device = linear.weight.device
+    A = 2 * torch.rand(rank, n_in, generator=generator) - 1
+    A /= n_in ** 0.5
+    linear.__class__ = FactoredLinear
+    linear.first = first
+    linear.A = A.to(device).requires_grad_()                                      # (R, in)
+    linear.B = torch.zeros(n_out, rank, device=device, requires_grad=True)        # (out, R)
+    linear.c = alpha / rank
+
+
+class FactoredLinear(torch.nn.Linear):
+    """A Linear whose weight follows its factors."""
+
+    def forward(self, x):
+        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
+
+    def merged(self):
+        """W0 + c B A, (out, in), in float32."""
+        W0 = self.first()
+        return W0.addmm_(self.B, self.A, alpha=self.c)
+
+
+class FactoredProduct(torch.autograd.Function):
     """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
 
     @staticmethod
-    def forward(ctx, W, bias, A, B, c, x):
-        # W (out, in), A (R, in), B (out, R), x (..., in): last, because `partial` binds the others
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
         ctx.save_for_backward(x, W, A, B)
         ctx.c = c
         return torch.nn.functional.linear(x, W, bias)
@@ -264,7 +367,44 @@ class FactoredLinear(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
-        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
+        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+
+
+class LoraAdamW(torch.optim.AdamW):
+    """AdamW on the factors; after each step the weights are rounded from W0 + c B A."""
+
+    def __init__(self, linears, **options):
+        self.linears = linears
+        self.factors = {}                        # under their names in PEFT
+        for name, linear in linears.items():
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
+        super().__init__(self.factors.items(), **options)
+
+    def step(self):
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        for linear in self.linears.values():
+            linear.weight.copy_(linear.merged())
+
+    def save(self, folder, base):
+        """Write the factors as PEFT does; `base` is the model that they belong to."""
+        linear = next(iter(self.linears.values()))
+        rank = len(linear.A)
+        targets = {name.rpartition(".")[2] for name in self.linears}
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": rank,
+            "lora_alpha": linear.c * rank,
+            "target_modules": sorted(targets)}
+        folder.mkdir(exist_ok=True)
+        save_file(self.factors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,51 +617,12 @@ def cut_rows(input_ids, labels, token_budget, share):
     return found[::-1]
 
 
-@contextmanager
-def layers_checkpointed(model, on):
-    """If `on`, a layer keeps only its input, and the backward pass computes the layer again."""
-    layers = [m for m in model.modules() if on and isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:                         # dropout is off: nothing in it is random
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
-                                preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward                    # the class's own forward again
-
-
-def shape_of(model):
-    """The sizes of a model that its memory depends on, by its config."""
-    text = model.config.get_text_config()
-    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-
-    def size_of(name, default):
-        found = getattr(text, name, None) or default
-        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
-
-    hidden = text.hidden_size
-    heads = size_of("num_attention_heads", 1)
-    width = size_of("head_dim", hidden // heads)
-    return SimpleNamespace(
-        vocab=text.vocab_size,
-        layers=text.num_hidden_layers,
-        hidden=hidden,
-        queries=heads * width,
-        keys=size_of("num_key_value_heads", heads) * width,
-        inner=size_of("intermediate_size", 4 * hidden))
-
-
-def kept_per_token(model, checkpointed):
-    """How many numbers a model keeps of each token for its backward pass."""
-    shape = shape_of(model)
-    kept = 8 * shape.hidden                              # of a layer: by its norms and sums,
-    kept += 5 * shape.queries + shape.keys               # attention,
-    kept += 4 * shape.inner                              # MLP,
-    if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (shape.queries + shape.keys)         # norms of queries and keys
-    # With checkpointing a layer keeps its input, and one layer at a time is run again.
-    return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
+def checkpoint_layers(model):
+    """From now on a layer keeps only its input, and the backward pass computes the layer again."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # dropout is off: nothing is random
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
+                                    preserve_rng_state=False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it
 
 import argparse
 import hashlib
-import html
 import json
 import math
 import os
@@ -32,13 +31,15 @@ import signal
 import time
 import traceback
 import warnings
+import zlib
 from collections import Counter, defaultdict
-from contextlib import ExitStack, chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
+from inspect import getsource, signature
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,35 +60,39 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import layers_checkpointed, plain_logprobs, token_logprobs
+from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, accepted, blame, compared, is_right, out_of_memory, shuffled
-from reward import column, row_of, score_responses, symptoms, truth_in_words, truths_of, with_error
+from reward import HERE, BadInput, asked_of, blame, column, compared, is_right
+from reward import out_of_memory, row_of, score_responses, shuffled, symptoms, truth_in_words
+from reward import truths_of, with_error
 from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
-    """The definition: G answers to each prompt, one update. `train_step` adds the options."""
-    rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
+def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=256,
+               generators=None, updates=1, clip_eps=0.2, kl_coef=0.04):
+    """DeepSeekMath's algorithm 1 for one batch, by the definitions alone -> rewards (N,)."""
+    rollout = sample_groups(policy, tokenizer, prompts, G, T, 1.0, generators, plain=True)  # [A]
     rewards = score_responses(rollout.responses, truths, G)                        # [B] (N,)
     A = plain_advantages(rewards, G)                                               # [C] (N,)
-    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
+        old = plain_logprobs(policy, rollout.input_ids, rollout.labels)            # [D] (N, S-1)
         ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
-    # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    for _ in range(updates):
+        logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)           # [D] (N, S-1)
+        loss = plain_loss(logp, old, ref, A, rollout.mask, clip_eps, kl_coef)      # [E] [F]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return rewards
 
 
 def train_step(parts, batch, s):
@@ -99,9 +104,10 @@ def train_step(parts, batch, s):
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, resampled, seconds = scored_groups(parts, batch, s)
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
+    rollout, first_draw, resampled, seconds = scored_groups(parts, batch, s)
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
 
     # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
     # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
@@ -121,7 +127,7 @@ def train_step(parts, batch, s):
         for mini in mini_batches(rollout, s):
             updates.append(update(parts, mini, s))
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, resampled, updates, seconds, s), rollout
+    return step_metrics(rollout, first_draw, resampled, updates, seconds, s), rollout
 
 
 def update(parts, rollout, s):
@@ -137,7 +143,7 @@ def update(parts, rollout, s):
     if not skipped:
         parts.optimizer.step()
     parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
+    return metrics | {"skipped_updates": skipped}
 
 
 def backward(parts, rollout, s):
@@ -154,15 +160,32 @@ def backward(parts, rollout, s):
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
+        options = vars(s) | sizes
+        if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
+            options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **loss_options(micro, s), **sizes)
-        (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
+                                  loss_mask(micro, s), **asked_of(grpo_loss, options))
+        loss.backward()
         sums.update(metrics)
     return sums, scored
 
 
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
+
+def plain_grpo(parts, s):
+    """`python train.py --plain`: by the definitions alone, with train_grpo's random numbers."""
+    reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
+    for step in range(1, s.steps + 1):
+        set_learning_rate(parts.optimizer, step, s)
+        batch = batch_of_step(parts, step, s)
+        rewards = plain_step(
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
+            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
+            s.updates_per_rollout, s.clip_eps, s.kl_coef)
+        accuracy = is_right(rewards).float().mean()
+        print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
+
 
 def train_grpo(parts, settings, run=None):
     """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
@@ -172,9 +195,9 @@ def train_grpo(parts, settings, run=None):
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
-    if not run.history:
-        run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
+        if run.pending:  # the start, or a step that was saved before its evaluation
+            finish_step(run, parts, s)
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
@@ -182,40 +205,33 @@ def train_grpo(parts, settings, run=None):
             adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
-            with saving_on_bad_input(run, parts, s):
-                metrics, rollout = train_step(parts, batch, s)
+            metrics, rollout = train_step(parts, batch, s)
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
-            run.step = step
+            run.log_samples(rollout, step, s.group_size)
             is_last = step == s.steps
-            if is_last or step % s.eval_every == 0:
-                metrics |= run.measure(parts, s)
-            run.log_samples(rollout, s.group_size)
-            run.log(metrics)
-            if s.page and "eval_accuracy" in metrics:
-                write_page(run, parts, s)
-            update_bar(bar, run)
-            # Before the checkpoint: if the disk is full here, a resumed run comes here again.
-            if s.best and best_step(run) == step:
-                save_folder(parts.policy_model, parts.tokenizer, run, "best")
+            run.hold(metrics, is_last or step % s.eval_every == 0)
+            # Before the evaluation, which takes its time: a kill in it costs no step.
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
+            finish_step(run, parts, s)
+            update_bar(bar, run)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        batch_of_step … evaluate               what train_grpo calls
+#   the loop        batch_of_step … finish_step            what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
-#   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
+#   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   memory          plan_memory                            counted before it is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
-#   what it shows   curves_of, print_story, write_page     the bar, the last lines, the page
+#   what it shows   curves_of, print_story                 the bar, the last lines
 #   in reward.py    compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
@@ -232,19 +248,24 @@ class Batch:
 
 
 def scored_groups(parts, batch, s):
-    """[A] [B] -> Rollout, how many flat groups --max-resample drew anew (2503.14476), seconds."""
+    """[A] [B] -> the Rollout to train on, the first draw, how many groups were drawn anew, seconds.
+
+    --max-resample (DAPO, 2503.14476) replaces flat groups; without it both Rollouts are the same.
+    """
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    resampled = 0
     G = s.group_size
+    first_draw = take(rollout, range(len(rollout.responses)))  # a copy
+    resampled = asked = 0  # asked: other problems of this step
     # A group that is still flat after the last attempt stays, with advantages of 0.
-    for attempt in range(1, s.max_resample + 1):
+    for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
         if not any(from_all_ranks(n)):
             break  # every group of every rank teaches something
         resampled += n
         n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, attempt, n)
+        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
+        asked += n
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
@@ -252,7 +273,7 @@ def scored_groups(parts, batch, s):
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
         rollout = take(both, rows)
-    return rollout, resampled, seconds
+    return rollout, first_draw, resampled, seconds
 
 
 def answers_and_rewards(policy, parts, batch, s):
@@ -261,6 +282,8 @@ def answers_and_rewards(policy, parts, batch, s):
     truths = truths_of(batch.problems)
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        if s.group_size % (2 * s.around_best):
+            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
         rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
     rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
@@ -295,8 +318,10 @@ def advantages_of(parts, rollout, s):
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage == "gdpo" and not rollout.reward_parts:
+        raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**reward.asked_of(function, columns)).float()
+        advantages = function(**asked_of(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
@@ -336,8 +361,7 @@ def token_logprobs_of(model, rollout, rows, width, s, measure=True):
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, measure)
+    return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
 def mini_batches(rollout, s):
@@ -345,6 +369,8 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    if s.minibatches > len(groups):
+        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
     shares = groups.tensor_split(s.minibatches)
     return [take(rollout, rows.flatten()) for rows in shares]
 
@@ -355,7 +381,7 @@ def check_sampler(parts, rollout, s):
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
     nats = sampler_difference(rollout)
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "--sampler-correction 2.0 corrects for that" if s.plain else "try --plain"
+        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
 
@@ -375,23 +401,16 @@ def loss_mask(rollout, s):
     return rollout.mask
 
 
-def loss_options(micro, s):
-    """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    names = "clip_eps clip_eps_high kl_coef objective ratio kl_estimator aggregate max_new_tokens"
-    options = {name: getattr(s, name) for name in names.split()}
-    if s.sampler_correction:
-        # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
-        options["sampler_logprobs"] = micro.logprobs
-        options["sampler_cap"] = s.sampler_correction
-    return options
-
-
-def step_metrics(rollout, resampled, updates, seconds, s):
-    """The metrics of a step: its answers, the mean of its updates, its time."""
-    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
-    rewards = all_rows(rollout.rewards)                                                # (N,)
+def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
+    """The metrics of a step: the answers of its first draw, the mean of its updates, its time."""
+    lengths = all_rows(first_draw.mask.sum(dim=1).float())                             # (N,)
+    rewards = all_rows(first_draw.rewards)                                             # (N,)
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    flat = is_flat(rewards, s.group_size)                                              # (B,)
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        flat = ~all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
+    known = all_rows(first_draw.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.mean(),
@@ -399,45 +418,34 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, s.group_size).float().mean(),
+        "flat_groups": flat.float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
-        "tokens": lengths.sum(),
-        **{name: all_rows(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+        "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
+        "tokens": tokens,
+        **{name: all_rows(values.sum(dim=1)).sum() / tokens  # means per token
            for name, values in rollout.measured.items()},
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,
-        "tokens_per_second": lengths.sum() / seconds.total(),
-        "peak_memory_gb": peak_memory() / 1e9,
+        "tokens_per_second": tokens / seconds.total(),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     if s.max_resample:
         metrics["resampled_groups"] = sum(from_all_ranks(resampled))
-    for name, values in (rollout.reward_parts or {}).items():
+    for name, values in (first_draw.reward_parts or {}).items():
         metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 if the run is on the CPU
-    if not used and os.name == "posix":
-        import resource
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if sys.platform != "darwin":  # macOS counts in bytes, others in KiB
-            used *= 1024
-    return used
 
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def batch_of_step(parts, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
+def batch_of_step(parts, step, s, resampled=None):
+    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
     B = s.prompts_per_step
     problems = parts.problems
     key = (s.seed, step)
@@ -445,11 +453,12 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
     order = shuffled(problems, seeded(s.seed, 0, epoch))
     order = order[k * B:(k + 1) * B]
-    if attempt:
-        key = (s.seed, "resample", step, attempt)
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    if resampled is not None:
+        key = (s.seed, "resample", step)
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        order = others + order  # the step's own problems come last
-    mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
+        order = (others + order) * s.max_resample  # none comes again before all others have
+        mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
     return batch
@@ -514,14 +523,19 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(parts, settings, group_size=1, temperature=0.0):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
+def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
+
+    A signal to the run breaks it off: then some problems were not asked.
+    """
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     rows = []
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if run and run.signal:
+            break
         key = s.seed, "evaluation"
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
@@ -533,19 +547,34 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     return metrics, rows
 
 
+def finish_step(run, parts, s):
+    """Evaluate the step that is done, if it is its turn, and log it.
+
+    A signal breaks the evaluation off: the step stays pending, and a resumed run asks it anew.
+    """
+    metrics = run.pending
+    if run.is_due:
+        scores, rows = evaluate(parts, s, run=run)
+        if run.stopped():
+            return
+        # Scores of other problems or rewards get another number: they are never compared.
+        asked = [(row["problem"], row["truth"]) for row in rows], s.reward, s.reward_weights
+        scores["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
+        run.append("evaluations.jsonl", *({"step": run.step, **row} for row in rows))
+        metrics = metrics | scores
+    run.log(metrics)
+    if run.is_due:
+        keep_best(run, parts, s)
+
+
 # --------------------------------------------------------------------------------------------------
-# Settings: every flag with its type, its default and its help. A config file overrides the
-# defaults, and the command line overrides both.
+# Settings: every flag with what it takes, its default and its help, which is the comment. A flag
+# takes a word of a table or tuple, several values if that stands in [], or what a function reads.
+# A config file overrides the defaults, and the command line overrides both.
 
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-def flag(default, help, **how):
-    """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
-    how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata=how)
 
 
 def file(text):
@@ -571,86 +600,86 @@ from_0 = number(int, 0)
 from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
-SEVERAL = {"nargs": "+", "action": "extend"}  # of a flag that takes several values
+arguments = sample.template_arguments
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass
 class Settings:
-    model: file = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
-    data: file = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
-    eval_data: file = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
-    question_field: str = flag("question", "the column of the JSONL that holds the question")
-    answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
-    system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    template_args: sample.template_arguments = flag(
-        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}', or "
-        "'{\"date_string\": \"26 Jul 2024\"}' where it writes today's date", metavar="JSON")
-    reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are summed", **SEVERAL)
-    reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)
-    step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
-    reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
-    reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
-    max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
-    prompts_per_step: from_1 = flag(8, "B, questions per step")
-    group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
-    max_new_tokens: from_1 = flag(None, "an answer is cut at this length; default: 512, or half of "
-                                  "the model's positions")
-    temperature: above_0 = flag(1.0, "softmax temperature of sampling and log-probs")
-    max_resample: from_0 = flag(0, "DAPO: rounds in which flat groups are replaced")
-    around_best: from_0 = flag(0, "half of a group continues this many of the other half's best")
-    clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
-    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
-    kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
-    kl_estimator: str = flag("k3", "estimator of the KL", choices=KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "how tokens are averaged", choices=AGGREGATES)
-    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=RATIOS)
-    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=OBJECTIVES)
-    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
-    mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
-    renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
-    kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
-    advantage: str = flag("group", "how siblings are compared", choices=ADVANTAGES,
-                          head="the advantage")
-    scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
-    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
-    overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: above_0 = flag(None, "learning rate; default: 1e-6, with LoRA 1e-4", head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
-                            choices=LR_SCHEDULES)
-    weight_decay: amount = flag(0.0, "weight decay of AdamW")
-    lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 * rank")
-    warmup_steps: from_0 = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
-    minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
-    max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere",
-                       head="only memory and time")
-    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
-    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
-    eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints")
-    best: bool = flag(True, "keep the policy of the best evaluation in best/")
-    page: bool = flag(True, "write page.html at every evaluation")
-    seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
-    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
-    dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
-                      choices=("auto", "float32", "bfloat16", "float16"))
-    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME-CODE")
-    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
-    against: str = flag("", "with --eval-only: another model, asked the same problems and compared")
-    trace: bool = flag(False, "print one step stage by stage, and stop")
-    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0)
+    # model, data, rewards
+    model: file = str(TINY)  # hub name or folder, also a run's
+    data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
+    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
+    question_field: str = "question"  # the column of the JSONL that holds the question
+    answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
+    system_prompt: str = BOXED  # system message before every question; empty for none
+    template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
+    reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
+    reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
+    step_reward: file = None  # file.py:function that rewards steps: process supervision
+    reward_model: file = ""  # folder of a sequence classifier; its scores are the rewards
+    reward_model_lr: above_0 = 2e-5  # the learning rate if --renew-reference trains it
+    reply: file = None  # file.py:function that gives the user's next message: a tool, say
+    max_turns: from_1 = 4  # at most this many answers in a --reply conversation
+    # the rollout
+    steps: from_1 = 500  # number of rollouts
+    prompts_per_step: from_1 = 8  # B, questions per step
+    group_size: number(int, 2) = 8  # G, answers per question: their mean is the baseline
+    max_new_tokens: from_1 = None  # of an answer; default: 512, or half of the model's positions
+    temperature: above_0 = 1.0  # softmax temperature of sampling and log-probs
+    max_resample: from_0 = 0  # DAPO: rounds in which flat groups are replaced
+    around_best: from_0 = 0  # half of a group continues this many of the other half's best
+    # the objective
+    clip_eps: number(float, 0, 1) = 0.2  # clips ratios at 1 ± this
+    clip_eps_high: amount = None  # upper clip at 1 + this: DAPO's clip-higher, say 0.28
+    kl_coef: amount = 0.04  # beta; 0: no KL, and no reference in memory
+    kl_estimator: KL_ESTIMATORS = "k3"  # estimator of the KL
+    aggregate: AGGREGATES = "sequence"  # how tokens are averaged
+    ratio: RATIOS = "token"  # ratio per token, or per sequence: GSPO
+    objective: OBJECTIVES = "clip"  # clip, or CISPO's weighted log-probs
+    sampler_correction: amount = 0.0  # TIS: weights min(trainer / sampler, this), say 2
+    mask_truncated: bool = False  # leave cut answers out of the loss and its mean
+    renew_reference: from_0 = 0  # steps until the policy becomes the reference; 0: never
+    kl_band: [above_0] = None  # LOW HIGH: adapt beta to keep KL there, say 0.02 0.05
+    # the advantage
+    advantage: ADVANTAGES = "group"  # how siblings are compared
+    scale_by_std: bool = True  # divide the advantages by the group's std; off: Dr. GRPO
+    clip_advantages: above_0 = None  # clip advantages to -this and this, say 5
+    length_rescale: amount = 0.0  # GR3's alpha: rewards shrink with length, say 0.33
+    overlong_buffer: from_0 = 0  # DAPO: the last tokens before the limit cost up to 1
+    # the update
+    lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
+    lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
+    weight_decay: amount = 0.0  # weight decay of AdamW
+    lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
+    lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
+    warmup_steps: from_0 = 10  # the learning rate rises linearly over these
+    updates_per_rollout: from_1 = 1  # passes over the answers of a rollout
+    minibatches: from_1 = 1  # gradient steps per pass, each on its share of the groups
+    max_grad_norm: above_0 = 1.0  # gradients are clipped to this norm
+    # only memory and time
+    fast: bool = True  # CUDA graphs and kernels of our own; off: works everywhere
+    micro_batch_tokens: from_0 = 0  # tokens of one backward pass; 0: chosen for the device
+    gradient_checkpointing: bool = None  # recompute layers [if memory is short]
+    offload: bool = None  # optimizer state in host memory [if memory is short]
+    # measuring
+    eval_every: from_1 = 50  # steps between evaluations
+    eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
+    save_every: from_1 = 50  # steps between checkpoints
+    best: bool = True  # keep the policy of the best evaluation in best/
+    seed: from_0 = 0  # seed of the problems' order and of the sampling
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of them that is available
+    dtype: DTYPES = "auto"  # dtype of the weights; auto: bfloat16 where it is fast
+    threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
+    # this call only
+    config: file = ""  # JSON, like a run's config.json
+    output: str = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: str = ""  # continue the run in this folder; auto: in --output, or begin it there
+    eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
+    against: str = ""  # with --eval-only: another model, asked the same problems and compared
+    plain: bool = False  # train by plain_step alone, and print each step's rewards
+    trace: bool = False  # print one step stage by stage, and stop
+    dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
 
     @property
     def learning_rate(self):
@@ -669,7 +698,13 @@ class Settings:
 
 
 FIELDS = vars(Settings())  # {name: default}
-THIS_CALL = "config output resume eval_only against trace dry_run".split()  # in no config
+THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
+# What the definitions do not know
+VARIANTS = """
+    reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
+    kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
+    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches
+""".split()
 
 
 def final_of(folder):
@@ -677,11 +712,30 @@ def final_of(folder):
     return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
 
 
+def config_of(folder):
+    """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
+    path = Path(str(folder))
+    run = path.parent if path.name in ("final", "best") else path
+    config = run / "config.json"
+    is_run = (run / "metrics.jsonl").is_file() or (run / "final").is_dir()
+    return str(config) if is_run and config.is_file() else None
+
+
+def check_code(config, flags, source):
+    """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
+    for name in ("reward", "step_reward", "reply"):
+        if name not in flags and ".py:" in str(config.get(name)):
+            line = f"{flag_of(name)}: {source} names code, {config[name]}"
+            if "config" not in flags:
+                raise BadInput(f"{line}; to run it, name it in the command, too")
+            print0(line)
+
+
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(words):
+def parse_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
@@ -692,17 +746,33 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
-    for setting in fields(Settings):
-        how = {"type": setting.type, **setting.metadata}
-        if "head" in how:
-            group = parser.add_argument_group(how.pop("head"))
-        if setting.type is bool:
-            del how["type"]  # Python 3.14 allows none here
-            how["action"] = argparse.BooleanOptionalAction
-        elif setting.type not in (str, file):
-            how.setdefault("metavar", "N")
-        group.add_argument(flag_of(setting.name), **how)
+    group = parser
+    for line in getsource(Settings).splitlines():
+        code, mark, comment = line.partition("  # ")
+        name = code.partition(":")[0].strip()
+        if name and mark:
+            group.add_argument(flag_of(name), **options_of_flag(name, comment))
+        elif mark:  # a comment of its own is a heading
+            group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def options_of_flag(name, comment):
+    """A field of Settings and its comment -> what add_argument takes."""
+    kind, default = Settings.__annotations__[name], FIELDS[name]
+    options = {"help": comment if default in (None, "") else f"{comment} [{default}]"}
+    if isinstance(kind, list):
+        kind, = kind
+        options |= {"nargs": "+", "action": "extend"}
+    if name == "dry_run":
+        options |= {"nargs": "?", "const": 0.0}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if isinstance(kind, dict | tuple):
+        return options | {"choices": kind}
+    if kind not in (str, file, arguments):
+        options["metavar"] = "N"
+    return options | {"type": kind}
 
 
 def parse(words):
@@ -710,33 +780,36 @@ def parse(words):
 
     base    tests/tiny/grpo.json, if no other layer names a model
     config  the file --config, or that of the run which --resume or --eval-only names
-    given   the words
+    flags   the words
     """
-    given = given_flags(words)
-    if given.get("resume") == "auto":
-        if "output" not in given:
+    flags = parse_flags(words)
+    if flags.get("resume") == "auto":
+        if "output" not in flags:
             raise BadInput("--resume auto: needs --output, the folder of the run")
-        if os.path.exists(f"{given['output']}/config.json"):
-            given["resume"] = given.pop("output")
-            given.pop("config", None)  # the run has kept what it says
+        if os.path.exists(f"{flags['output']}/config.json"):
+            flags["resume"] = flags.pop("output")
+            flags.pop("config", None)  # the run has kept what it says
         else:
-            del given["resume"]  # the run begins
-    if given.get("eval_only") and os.path.isdir(f"{given.get('model')}/final"):
-        given.setdefault("config", f"{given['model']}/config.json")  # of that run
-    source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
+            del flags["resume"]  # the run begins
+    source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
+    if flags.get("eval_only") and not source:
+        source = config_of(flags.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
+    if "resume" not in flags:
+        check_code(config, flags, source)
     base = {}
-    if "model" not in config | given:
+    if "model" not in config | flags:
         base = read_config(TINY_CONFIG)
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in (base, config, given):
+    for layer in (base, config, flags):
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        tell_changes(given, Settings(**config))
+        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+            raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
     s.against = final_of(s.against)
@@ -744,25 +817,13 @@ def parse(words):
     return s
 
 
-def tell_changes(given, began):
-    """Print the flags that a resumed run changes. BadInput: one that is of another call."""
-    for name, value in given.items():
-        if name in ("resume", "dry_run"):
-            continue
-        if name in THIS_CALL:
-            raise BadInput(f"{flag_of(name)}: does not go with --resume")
-        old = getattr(began, name)
-        if value != old:
-            print0(f"{flag_of(name)} {value}: the run began with {old}")
-
-
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("holds no JSON object")
+            raise ValueError("it is something else")
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
@@ -775,7 +836,7 @@ def read_config(file):
                     text = item if isinstance(item, str) else json.dumps(item)
                     words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
-            return given_flags(words)
+            return parse_flags(words)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -784,20 +845,24 @@ def read_config(file):
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
+    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
+        raise BadInput("--reward-weights: one for each --reward")
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
-        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = blame("--reply fails:")(talk)
+        sampler = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
+        with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
+            sample.checked_config(s.reward_model)
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             s.device)
-            sample.check_loaded(reward_model.model, report)
+            sample.check_loaded(report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
             if not any(truths_of(problems)):
@@ -819,62 +884,37 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that do not go together; a printed line for each that has no effect."""
+    """BadInput: a folder that is in use, or flags that would train something else in silence."""
     with blame("--system-prompt:"):
         reward.check_escapes(json.dumps(s.system_prompt))
-    band = s.kl_band or [1, 1]
-    share, rest = divmod(s.prompts_per_step, world())
-    rewards = s.reward or []
-    not_the_rule = s.reply or s.reward or s.reward_model
-    of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
-    # Flags that give, change or use the rewards of whole answers
+    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
+    own = s.reward or s.reward_model or s.reply
+    of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     for clash, line in [
-        (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (in_use and not s.resume,
          f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (os.path.isfile(f"{s.model}/metrics.jsonl"),
-         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (s.against and not s.eval_only, "--against: needs --eval-only"),
+        (s.plain and (world() > 1 or variants),
+         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.against and not s.eval_only, "--against: needs --eval-only"),
-        (len(band) != 2 or band[0] > band[1],
+        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and not 2 <= len(rewards) == len(s.reward_weights),
-         "--reward-weights: needs several --reward, and a weight for each"),
-        (s.advantage == "shape" and (not_the_rule or of_answers),
-         "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
-        (s.advantage == "gdpo" and (len(rewards) < 2 or of_answers),
-         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
-        (s.overlong_buffer >= s.answer_tokens,
-         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
-         "that an answer may have, else every answer is punished"),
-        (s.around_best and (not_the_rule or s.group_size % (2 * s.around_best)),
-         "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
-        (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
-         "--no-scale-by-std: only with --advantage group, without --step-reward"),
-        (s.step_reward and (s.advantage != "group" or of_answers),
-         "--step-reward: only with --advantage group, and without flags about an answer's reward"),
+        (own and (s.around_best or s.advantage == "shape"),
+         "--around-best, --advantage shape: work with the rule's reward alone"),
+        (of_parts and of_answers,
+         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
+        (sum(advantages) > 1,
+         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
     ]:
         if clash:
             raise BadInput(line)
-    one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
-    for names, idle, why in [
-        ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
-        ("ratio", one_update and per_answer, "with one update every ratio is 1"),
-        ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
-        ("reward reward_weights", s.step_reward, "--step-reward trains; this is only measured"),
-        ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
-        ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
-        ("max_turns", not s.reply, "it needs --reply"),
-    ]:
-        for name in names.split():
-            if idle and getattr(s, name) != FIELDS[name]:
-                print0(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
@@ -883,7 +923,7 @@ def choose_device(s):
         return torch.device("cuda"), "bfloat16" if s.dtype == "auto" else s.dtype
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
+    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
         if device.index:
@@ -891,19 +931,33 @@ def choose_device(s):
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
         raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
-    if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
-        raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if s.dtype == "bfloat16" and device.type == "cpu" and not sample.has_products(torch.bfloat16):
-        print0("--dtype bfloat16: oneDNN has no fast products in it on this CPU; --dtype float32 "
-               "may be faster, and needs twice the memory")
+    if device.type == "mps" and s.dtype not in ("auto", "float32"):
+        raise BadInput("--dtype: on mps only float32 works")
     if s.dtype != "auto":
         return device, s.dtype
     if device.type != "cuda":
         return device, "float32"
     major, _ = torch.cuda.get_device_capability(device)
-    if major >= 8:
-        return device, "bfloat16"  # older GPUs emulate it, which is slow
-    return device, "float16" if major == 7 else "float32"  # Volta, Turing; or older
+    return device, "bfloat16" if major >= 8 else "float32"  # older GPUs emulate it, which is slow
+
+
+def settings_of_device(s):
+    """Settings -> the same with all that device and model decide; the model, without storage."""
+    device, dtype = choose_device(s)
+    with blame(f"--model {s.model}:"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
+    half = length_limit(model.config) / 2  # of the positions: the other one is the question's
+    s = replace(s, device=str(device), dtype=dtype,
+                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # The last digit of sums depends on their number.
+                threads=s.threads or torch.get_num_threads())
+    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
+    if device.type == "cpu":  # which is fastest with what fits its cache
+        tokens = 2048 if dtype == "bfloat16" else 1024
+    s.micro_batch_tokens = s.micro_batch_tokens or tokens
+    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+        s.offload = False
+    return s, model
 
 
 def load_policy(s, name="--model"):
@@ -912,9 +966,11 @@ def load_policy(s, name="--model"):
         model, tokenizer = sample.open_policy(
             s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
-    sample.PLAIN = s.plain
-    if not s.plain:
+    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
+    if model.fast:
         logprob.use_fast_paths(model)
+    if s.gradient_checkpointing:
+        logprob.checkpoint_layers(model)
     return model, tokenizer
 
 
@@ -929,7 +985,11 @@ def load_data(s, tokenizer):
     else:
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    eval_problems = eval_problems[:s.eval_limit or None]
+    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
+    if len(each_once) < len(eval_problems):
+        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
+               "equal ones are asked once")
+    eval_problems = reward.distinct(each_once, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
@@ -944,13 +1004,13 @@ def checked_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = length_limit(AutoConfig.from_pretrained(s.model))
-    unknown = []  # of each prompt the share of its tokens that the tokenizer does not know
+    unknown = []  # of each prompt how many words the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
-        unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
+        unknown.append(ids.count(tokenizer.unk_token_id))
         if len(ids) + s.answer_tokens > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an answer "
                              f"are more than the model's {limit} positions: lower "
@@ -959,14 +1019,9 @@ def checked_problems(name, source, tokenizer, s):
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, partial(ticking, desc=f"reading {source}"))
-    if sum(unknown) > len(unknown) / 2:
-        print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
-               "choose a --model that knows them")
-    odd = [truth for truths in truths_of(problems * need_answer) for truth in accepted(truths)
-           if truth[0].isdigit() and isinstance(reward.canonical(truth), str)]
-    if odd:
-        print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
-               f"compared as text: {odd[0]!r}, for one")
+    if any(unknown):
+        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+               f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     return problems
 
 
@@ -976,31 +1031,32 @@ def checked_problems(name, source, tokenizer, s):
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
-    how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
+    options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return LoraAdamW(model, ref_model, s, **how)
+        return with_moments(lora_optimizer(model, s, ref_model, **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **how))
+        return with_moments(torch.optim.AdamW(weights.items(), **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
-        master = off_grid(weight, s.seed, i)
+        master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
-    return MasterAdamW(masters, list(weights.values()), **how)
+    return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
 @torch.no_grad()
-def off_grid(weight, seed, i):
+def dither(weight, seed, i, device=None):
     """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
 
-    A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
-    is still the weight, bit for bit. But if a master began exactly on such a number, its weight
+    A unit is the distance between neighbours in bfloat16. Rounded to nearest, the copy is still
+    the weight, bit for bit. But if a master began exactly on such a number, its weight
     would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
     places a move by a hundredth of a unit takes one weight in a hundred to its next number: on
     average the change arrives. Stochastic rounding (arXiv 2010.06192) would draw at every step.
     """
-    master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-    # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    master = weight.to(device or weight.device, dtype, copy=True)
+    # Neighbours are so many float32 numbers apart: 2^16; 1 for float32.
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps / torch.finfo(torch.float32).eps)
     if unit > 1:
@@ -1009,329 +1065,136 @@ def off_grid(weight, seed, i):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(weight) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays: no count is below it
     return master
 
 
-def with_moments(optimizer):
-    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
-        # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
-
-
-def to_float32(weight):
-    weight.grad = weight.grad.float()
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
-    """
-
-    def __init__(self, trained, weights, **how):
-        super().__init__(trained.items(), **how)
-        with_moments(self)
-        self.trained = list(trained.values())  # float32 masters, or LoRA's factors
-        self.weights = weights
-        # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        is_float16 = weights[0].dtype == torch.float16
-        self.scale = torch.tensor(2.0**16 if is_float16 else 1.0)
-        self.grads = []
-        if self.trained[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
-        for weight in weights:
-            if weight.requires_grad:  # with LoRA the factors have gradients instead
-                # A backward pass writes gradients in the weight's dtype. The hook makes the first
-                # one float32, so the others are added to it in float32.
-                weight.grad_dtype = None  # allows that
-                weight.register_post_accumulate_grad_hook(to_float32)
-
-    def master(self, i):
-        """What the i-th weight is rounded from."""
-        return self.trained[i]
-
-    def step(self):
-        for i, weight in enumerate(self.weights):
-            if weight.grad is not None:
-                grad = self.grads[i].copy_(weight.grad) if self.grads else weight.grad
-                self.trained[i].grad = grad
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        """Round the masters into the model's weights, each to the nearest number."""
-        for i, weight in enumerate(self.weights):
-            # From pinned memory, if with --offload; step() waits for gradients.
-            weight.copy_(self.master(i), non_blocking=True)
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight in self.weights:
-            weight.grad = None
-
-
-def loss_scale_of(optimizer):
-    """The factor of the loss in float16; 1 otherwise."""
-    return float(getattr(optimizer, "scale", 1.0))
-
-
 def finished_gradients(optimizer):
-    """The tensors whose gradients are complete: unscaled, and LoRA's averaged over GPUs."""
+    """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
     weights = getattr(optimizer, "weights", [])
     tensors = [p for p in trained + weights if p.grad is not None]
-    scale = loss_scale_of(optimizer)
-    for p in tensors:
-        if scale > 1:
-            p.grad /= scale
-        if isinstance(optimizer, LoraAdamW) and world() > 1:
+    if isinstance(optimizer, LoraAdamW) and world() > 1:
+        for p in tensors:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
     return tensors
 
 
-def adapt_loss_scale(optimizer, skipped):
-    """Adapt float16's loss scale -> {"loss_scale": the one just used}."""
-    used = loss_scale_of(optimizer)
-    if used > 1:
-        # A skipped update halves it, and 200 others double it.
-        optimizer.scale *= 1 / 2 if skipped else 2 ** (1 / 200)
-        optimizer.scale.clamp_(min=1)
-    return {"loss_scale": used}
-
-
-# --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
-# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass, logprob.FactoredLinear, and the optimizer know the factors.
-
-class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + c B A after each step."""
-
-    def __init__(self, model, ref_model, s, **how):
-        self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
-        self.triples = []  # (W0, A, B) of each weight
-        self.factors = {}  # A and B, under their names in PEFT
-        weights = []
-        linears = linears_of(model)
-        model.requires_grad_(False)
-        for i, (name, linear) in enumerate(linears.items()):
-            W = linear.weight
-            weights.append(W)
-            if ref_model and not s.renew_reference:  # which keeps the first weights
-                W0 = ref_model.get_submodule(name).weight
-            else:
-                W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
-            # PEFT begins with the same distribution. B is 0: the first W is W0.
-            n_out, n_in = W.shape
-            generator = seeded(s.seed, "lora", i)
-            A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
-            A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
-            B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
-            self.triples.append((W0, A, B))
-            self.factors[f"base_model.model.{name}.lora_A.weight"] = A
-            self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(logprob.FactoredLinear.apply, W, linear.bias,
-                                     A.requires_grad_(), B.requires_grad_(), self.lora_scale)
-        self.seed = s.seed
-        super().__init__(self.factors, weights, **how)
-
-    def master(self, i):
-        W0, A, B = self.triples[i]
-        W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
-        return W.addmm_(B, A, alpha=self.lora_scale)
-
-
-def linears_of(model):
-    """{name: module} of every Linear but the head. BadInput: others would stay frozen."""
-    found = {}
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
-        if matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            found[name] = module
-    return found
+def lora_optimizer(model, s, ref_model, **options):
+    """AdamW on LoRA's factors: see logprob.py."""
+    with blame("--lora-rank:"):
+        linears = logprob.linears_of(model)
+    model.requires_grad_(False)
+    for i, (name, linear) in enumerate(linears.items()):
+        device = linear.weight.device
+        if ref_model and not s.renew_reference:  # which keeps the first weights
+            W0 = ref_model.get_submodule(name).weight
+        else:
+            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
+        logprob.add_factors(linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
+                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
+    return LoraAdamW(linears, **options)
 
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
-              "r": s.lora_rank, "lora_alpha": optimizer.lora_scale * s.lora_rank,
-              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     with run.replacing("adapter") as new:
-        new.mkdir(exist_ok=True)
-        save_file(optimizer.factors, new / "adapter_model.safetensors")
-        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        optimizer.save(new, s.model)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. The four ways are with and without --offload and
-# --gradient-checkpointing; a run takes the first that fits.
+# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
+# it, and more time: on a GPU a run takes the first of the four ways that fits.
 
-MEMORY_FLAGS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the sums of a count
-ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
-          "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
-          "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
+ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
+          "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
 
 
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, count, is_taken in counted_ways(s):
-        if s.eval_only:
-            return way  # an evaluation has no step
-        if is_taken:
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
-                   f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
+    for way, rows, fits in counted_ways(s):
+        need = rows["in all"] / 1e9  # of the last way least
+        if fits or s.eval_only:  # an evaluation has no step
+            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
                    + ", with --offload" * way.offload
                    + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
-    # Of the last, which takes least on the device
-    raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
-                   f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
-                   f"and a tenth more should be free; {ADVICE}")
+    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
+                   f"be free (details: --dry-run); {ADVICE}")
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, count, if a run takes it."""
-    device, dtype = choose_device(s)
-    model = model_without_storage("--model", s.model, dtype)
-    if not s.max_new_tokens:
-        half = length_limit(model.config) / 2  # the other one is the question's
-        s = replace(s, max_new_tokens=int(min(512, half)))
-    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # which is fastest with what fits its cache
-        tokens = 2048 if dtype == "bfloat16" else 1024
-    s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                device=str(device), dtype=dtype,
-                # The last digit of sums depends on their number.
-                threads=s.threads or torch.get_num_threads())
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
-        s.offload = False
-    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
-        free = {DEVICE: (s.dry_run - 1) * 2**30}
-    else:
-        free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
-    ways = [s]
-    for name in MEMORY_FLAGS:
-        if getattr(s, name) is None:
-            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    found = False
-    for way in ways:
-        count = memory(way, model, device)
-        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
-        yield way, count, fits and not found
-        found |= fits
+    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
+    s, model = settings_of_device(s)
+    free = math.inf  # a CPU's memory is not counted
+    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    elif s.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info()
+    for offload, again in product((False, True), repeat=2):
+        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
+            way = replace(s, offload=offload, gradient_checkpointing=again)
+            rows = memory(way, model)
+            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+            yield way, rows, rows["in all"] < 0.9 * free
 
 
-def memory(s, model, device):
-    """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
-    shape = logprob.shape_of(model)
+def memory(s, model):
+    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
+    config = model.config.get_text_config()
     size = model.dtype.itemsize
     n = model.num_parameters()
     held = trained = n if s.is_whole else n // world()  # by one process
-    weights = list(model.parameters())
+    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
+    # twice as many where queries and keys have norms.
+    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
+    numbers = sum(sum(W.shape) for W in matrices)
+    has_norms = any("q_norm" in name for name, _ in model.named_modules())
+    activations = numbers * (2 if has_norms else 4 / 3)
+    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
+        layers = config.num_hidden_layers
+        activations = activations / layers + layers * config.hidden_size
     if s.lora_rank:
-        weights = [linear.weight for linear in linears_of(model).values()]
-        trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-    on_host = s.offload and size < 4 and not s.lora_rank  # masters and moments
-    gradients = 4 * trained
-    head = 4 * shape.vocab * shape.hidden  # in float32
-    of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
-    if s.lora_rank:
-        gradients += 4 * max(W.numel() for W in weights)  # a master, too
-    else:
-        of_logits += head
-    kept = logprob.kept_per_token(model, s.gradient_checkpointing) * s.micro_batch_tokens * size
-    rows = s.prompts_per_step * s.group_size // world()
-    keys = shape.layers * shape.keys * size  # of one token; its values are as large
-    program = packed = judge = 0
-    if device.type == "cpu":
-        # torch itself; of the head a float32 copy, or if it is tied a second gradient
-        program = 5e8 + head
-        if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
-            # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            kept = max(0, kept - size * trained)
-        else:
-            kept *= 1.15  # not all of one micro-batch fits where another was freed
-        if rows <= sample.CPU_ROWS:  # once more; a rollout needs nothing of the update's
-            packed = max(0, n * size - gradients - kept - of_logits)
-    if s.reward_model:
-        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification).num_parameters()
-    # LoRA needs the first weights; a reference that stays has them, and so has the host.
-    needs_first = s.lora_rank and not s.offload and (s.renew_reference or not s.kl_coef)
-    count = Counter({
-        "policy": n * size,
-        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
-        "reference": held * size if s.kl_coef else 0,
-        "LoRA's first weights": sum(W.nbytes for W in weights) if needs_first else 0,
-        "AdamW's two moments": 0 if on_host else 8 * trained,
-        "float32 masters": 4 * trained if s.lora_rank or size < 4 and not on_host else 0,
-        "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * keys,
-        "logits of the draw": 12 * rows * shape.vocab,
-        "the program": program,
-        "a rollout's packed weights": packed,
-        "gradients, float32": gradients,
-        "kept for the backward pass": kept,
-        "logits, their gradients": of_logits})
-    count[DEVICE] = count.total()
-    host = n * size  # all weights, when they are loaded
-    if on_host:
-        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
-        host = 8 * trained + 2 * sum(pinned)
-    # A checkpoint goes through it.
-    count[HOST] = host if device.type == "cpu" else max(host, 12 * trained)
-    return count
+        trained = s.lora_rank * numbers  # the factors
+    # With --offload masters and moments are in host memory.
+    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
+    answers = s.prompts_per_step * s.group_size // world()
+    rows = {
+        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
+        # or the first weights, which LoRA needs
+        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
+        "gradients": 4 * trained,
+        "masters": adamw * (size < 4),
+        "moments": 2 * adamw,
+        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
+        "kept for the backward pass": activations * s.micro_batch_tokens * size,
+        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
+    return rows | {"in all": sum(rows.values())}
+
+
+def keys_and_values(config):
+    """How many numbers a model caches of a token."""
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * key_heads * width
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    def show(what, cells):
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    ways, counts, taken = zip(*counted_ways(s))
-    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
-    print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    show("*: a run takes this way", ["*" * is_taken for is_taken in taken])
-    for name in MEMORY_FLAGS:
-        show(flag_of(name), ["yes" * getattr(way, name) for way in ways])
-    for what in counts[0]:
-        if any(count[what] for count in counts):
-            show(what, [f"{count[what] / 1e9:.2f}" for count in counts])
-    if not any(taken):
-        print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
-
-
-def free_memory(kind):
-    """Bytes that a process can take on a device of this kind; inf if unknown."""
-    if kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with suppress(OSError):  # Linux alone has this file
-        line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return math.inf
-
-
-def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
-    """The model of --model or --reward-model on the meta device."""
-    with blame(f"{name} {folder}:"):
-        config = sample.checked_config(folder)
-        with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype).eval()
+    """--dry-run: print the count of each way, in GB."""
+    ways, counts, fit = zip(*counted_ways(s))
+    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
+    table = {flag_of(name): [getattr(way, name) for way in ways]
+             for name in ("offload", "gradient_checkpointing")}
+    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
+    for what, cells in (table | {"fits": fit}).items():
+        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
+    if not any(fit):
+        print0(ADVICE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1346,7 +1209,7 @@ def world():
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):")
+@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
 def join_ranks(s):
     if rank() >= world():
         raise ValueError(f"rank {rank()} of {world()}")
@@ -1355,16 +1218,13 @@ def join_ranks(s):
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Where the processes meet. A restart by torchrun must not find the addresses of the last.
+    store, *_ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors. Other ranks wait
     # while rank 0 writes a checkpoint, which can take longer than NCCL's usual ten minutes.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store_of_ranks(),
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store,
                             rank=rank(), world_size=world(), timeout=timedelta(hours=1))
-
-
-def store_of_ranks(**timeout):
-    """Where the processes meet. A restart by torchrun must not find the addresses of the last."""
-    store, *_ = next(dist.rendezvous("env://", **timeout))
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def leave_ranks(status):
@@ -1378,15 +1238,11 @@ def leave_ranks(status):
 
 
 def end_rank(fault):
-    """Print this rank's fault, unless another rank has told one, and end without waiting."""
-    is_first = True  # the cause: ranks that it leaves alone lose their connections
-    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
-        is_first = store_of_ranks(timeout=timedelta(seconds=5)).add("faults", 1) == 1
-    if "gloo/transport" in fault:  # that rank was killed
+    """Print this rank's fault, and end without waiting for others."""
+    if "gloo/transport" in fault:  # it has one of its own, or was killed
         fault = "lost its connection to another rank"
-    if is_first:
-        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
-    os._exit(2)  # at once: sys.exit() would wait for collectives
+    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    os._exit(2)  # sys.exit() would wait for collectives
 
 
 def share_of_rank(n):
@@ -1469,19 +1325,42 @@ def sampling_model(model):
 # --------------------------------------------------------------------------------------------------
 # A run: its state, and its folder
 
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 # Of a group in samples.jsonl; most groups have the first three alone
 TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
+
+
+OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
+
+
+def reset_signals():
+    """In a process that a reward forks: a pool may end it by SIGTERM; other signals are the run's.
+
+    A Ctrl-C reaches a pool's workers, too: if they died of it, the step would wait for ever.
+    """
+    for number in OLD_HANDLERS:
+        is_term = number == signal.SIGTERM
+        signal.signal(number, signal.SIG_DFL if is_term else signal.SIG_IGN)
+    mask_sigterm(signal.SIG_UNBLOCK)
+
+
+# Registered once, for all runs: a fork hook cannot be taken back. During a fork SIGTERM waits until
+# the child has its own handlers; before, it would be lost, or reach the run's.
+if hasattr(os, "register_at_fork"):
+    mask_sigterm = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
+    os.register_at_fork(before=partial(mask_sigterm, signal.SIG_BLOCK),
+                        after_in_parent=partial(mask_sigterm, signal.SIG_UNBLOCK),
+                        after_in_child=reset_signals)
 
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    # In a checkpoint
-    SAVED = "step skipped told digests command pairs".split()
+    # In a checkpoint; what the logs hold is read from them
+    SAVED = "pending is_due log_sizes pairs command".split()
 
-    step = 0  # the last step that is done
-    skipped = 0  # updates that were skipped
-    skipped_in_a_row = 0
+    is_due = True  # whether the pending step is to be evaluated
+    is_whole = True  # no weight has moved since the last step that is done
     command = ""  # the one that began the run; none if Python did
     resume_command = ""  # set once there is something to resume
     name = ""
@@ -1490,12 +1369,15 @@ class Run:
     answer = ""  # the last of the step
 
     def __init__(self):
-        self.told = []  # the symptoms that were reported: each is told once
-        self.before = []  # the first evaluation of its problems, see row_of()
-        self.after = []  # the last one
-        self.digests = {}  # of what the run began with
-        self.pairs = []  # a reward model's, when it is saved
+        self.pending = {"step": 0}  # the metrics of a step, until they are logged
         self.history = []  # the lines of metrics.jsonl
+        self.log_sizes = dict.fromkeys(LOGS, 0)  # in bytes, up to the last step that is done
+        self.pairs = [], []  # a reward model's, when it is saved
+
+    @property
+    def step(self):
+        """The last step that is done."""
+        return (self.pending or self.history[-1])["step"]
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1524,88 +1406,94 @@ class Run:
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
-        with ExitStack() as at_the_end:
+        try:
             for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
                 if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                     with suppress(ValueError):  # only the main thread may set handlers
-                        old = signal.signal(number, stop)
-                        at_the_end.callback(signal.signal, number, old)
-            # A pool of a reward's ends its workers by SIGTERM. One that comes while a worker is
-            # being forked waits until the worker has its own handlers.
-            if hasattr(os, "register_at_fork"):
-                mask = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
-                unblock = partial(mask, signal.SIG_UNBLOCK)
-                os.register_at_fork(after_in_child=at_the_end.close)
-                os.register_at_fork(before=partial(mask, signal.SIG_BLOCK), after_in_child=unblock,
-                                    after_in_parent=unblock)
+                        OLD_HANDLERS[number] = signal.signal(number, stop)
             yield
+        finally:
+            while OLD_HANDLERS:
+                signal.signal(*OLD_HANDLERS.popitem())
 
     def stopped(self):
-        """One rank's signal stops all of them."""
-        self.signal = max(from_all_ranks(self.signal))
-        return self.signal
+        """The signal to any rank, which stops all of them; 0 if there was none."""
+        number = max(from_all_ranks(self.signal))
+        if number:  # else one may have come meanwhile, which counts the next time
+            self.signal = number
+        return number
 
-    def measure(self, parts, s):
-        """Ask the held-out problems, write the answers -> metrics."""
-        metrics, rows = evaluate(parts, s)
-        for row in rows:
-            self.append("evaluations.jsonl", {"step": self.step, **row})
-        self.compare(rows)
-        return metrics
+    def hold(self, metrics, is_due):
+        """A step is done. Its metrics wait for its evaluation, if that is due, and for the log."""
+        self.pending, self.is_due, self.is_whole = metrics, is_due, True
+        self.measure_logs()
 
-    def compare(self, rows):
-        """Keep this evaluation, and the first one that asked the same problems."""
-        self.after = rows
-        first, last = ([row["problem"] for row in asked] for asked in (self.before, rows))
-        if first != last:
-            self.before = rows
+    def measure_logs(self):
+        """Note how long the logs are: a resumed run cuts off what comes later."""
+        for name in LOGS:
+            if self.folder and (self.folder / name).exists():
+                self.log_sizes[name] = (self.folder / name).stat().st_size
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
         self.history.append(metrics)
-        if "loss" in metrics:  # the first line is that of the start
-            found = symptoms(self.history[1:], self.answer)
-            for what in self.told:
-                found.pop(what, None)
-            if found:
-                self.told += found
-                metrics["warning"] = "; ".join(found.values())
-                print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
+        # The first line is that of the start; and one warning is enough.
+        if "loss" in metrics and not self.curve("warning"):
+            if symptom := symptoms(self.history[1:], self.answer):
+                metrics["warning"] = symptom
+                print0(f"step {metrics['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", metrics)
-        skipped = int(metrics.get("skipped_updates", 0))
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
-        if self.skipped_in_a_row >= 10:
-            raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
-                           "finite: --lr or a reward may be too large, or --temperature too small")
+        self.measure_logs()
+        self.pending = None
+        if all(row.get("skipped_updates") for row in self.history[-10:]):  # step 0 has none
+            raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
+                           "is not finite: --lr or a reward may be too large, or --temperature "
+                           "too small")
 
     def curve(self, name):
-        """A metric over the steps: (step, value), without steps that lack it or have null."""
-        return [(row["step"], row[name]) for row in self.history
-                if row.get(name) is not None]
+        """A metric over the steps: (step, value), without steps that lack it or have null.
 
-    def log_samples(self, rollout, group_size):
+        Of evaluations only those that asked what the last one asked: others cannot be compared.
+        """
+        rows = [row for row in self.history if row.get(name) is not None]
+        if name.startswith("eval_"):
+            last = [row["eval_id"] for row in self.history if "eval_id" in row][-1:]
+            rows = [row for row in rows if row["eval_id"] in last]
+        return [(row["step"], row[name]) for row in rows]
+
+    def first_and_last(self):
+        """The answers of the first and of the last evaluation of the same problems, see row_of."""
+        rows = self.records("evaluations.jsonl")
+        steps = [step for step, _ in self.curve("eval_id")]
+        return [[row for row in rows if row["step"] == step] for step in (steps[0], steps[-1])]
+
+    def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         rows_of_all = range(len(rollout.responses))
         for rows in reward.groups_of(rows_of_all, group_size)[:2]:
             group = take(rollout, rows)
             problem = group.problems[0]
-            record = {"step": self.step, "question": problem["question"],
+            record = {"step": step, "question": problem["question"],
                       "truth": truth_in_words(problem),
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
-            # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            is_shown = group.advantages.any() and self.step.bit_count() == 1
+            # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
+            is_shown = group.advantages.any() and step.bit_count() == 1
             for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
-    def append(self, name, record):
+    def append(self, name, *records):
         if self.folder:
-            with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
-                file.write(json.dumps(record) + "\n")
+            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
+                log.writelines(json.dumps(record) + "\n" for record in records)
+
+    def records(self, name):
+        """What a log has: a list of dicts."""
+        with open(Path(self.name, name)) as log:
+            return list(map(json.loads, log))
 
     @contextmanager
     def replacing(self, name):
@@ -1622,16 +1510,16 @@ class Run:
 
 def on_host(run, tensors):
     """{name: tensor, sharded or not} -> the whole tensors in host memory, on rank 0 alone."""
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         whole = whole_of(tensor.detach())  # all ranks take part in gathering
         if run.folder:
-            found[name] = whole.cpu()
-    return found
+            copies[name] = whole.cpu()
+    return copies
 
 
 def save_folder(model, tokenizer, run, name):
-    """Save a folder that from_pretrained opens."""
+    """Save a folder that from_pretrained opens, and that knows its step."""
     weights = model.state_dict()
     for tied in model.all_tied_weights_keys:  # say the head, if it is the embedding: written once
         weights.pop(tied, None)
@@ -1639,49 +1527,54 @@ def save_folder(model, tokenizer, run, name):
     if run.folder:
         with run.replacing(name) as new:
             model.save_pretrained(new, state_dict=whole)
-            tokenizer.save_pretrained(new)
+            sample.save_tokenizer(tokenizer, new)
+            (new / f"step-{run.step}").touch()
+
+
+def keep_best(run, parts, s):
+    """best/ is the policy of the best evaluation in the log, or it is not there."""
+    best = best_step(run)
+    if os.path.exists(f"{run.name}/best/step-{best}"):
+        return
+    if s.best and best == run.step > 0:
+        save_folder(parts.policy_model, parts.tokenizer, run, "best")
+    elif run.folder:  # after a kill: it is of a step that the log has no more
+        shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
-# needs (problems, random numbers, learning rate) follows from the step and the settings.
+# A checkpoint is a moment after a step: all tensors that training moves, Run's few counters, and
+# the lengths of the logs. To go on is to load it and to cut the logs to these lengths. All else, as
+# problems, random numbers and learning rate, follows from the step and the settings.
 
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def what_moves(parts, s):
+def checkpoint_tensors(parts, s):
     """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
-    found = {}
-    learners = [("", parts.optimizer)]
+    tensors = {}
+    optimizers = {"": parts.optimizer}
     if s.renew_reference:
         for name, p in parts.ref_model.named_parameters():
-            found[f"weight/reference/{name}"] = p
+            tensors[f"weight/reference/{name}"] = p
         if parts.reward_model:
-            learners.append(("reward_model/", parts.reward_model.optimizer))
-    for prefix, adamw in learners:
+            optimizers["reward_model/"] = parts.reward_model.optimizer
+    for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
         group, = adamw.param_groups
-        for name, master in zip(group["param_names"], group["params"]):
-            found[f"weight/{prefix}{name}"] = master
-            for key, moment in adamw.state[master].items():
-                found[f"{key}/{prefix}{name}"] = moment
-    if isinstance(parts.optimizer, MasterAdamW):
-        found["weight/loss scale"] = parts.optimizer.scale
-    return found
+        for name, weight in zip(group["param_names"], group["params"]):
+            for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
+                tensors[f"{kind}/{prefix}{name}"] = tensor
+    return tensors
 
 
 @torch.no_grad()
 def save_checkpoint(run, parts, s):
-    """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
-    moving = what_moves(parts, s)
-    weights = dict(parts.policy_model.named_parameters())
-    for name, tensor in (moving | weights).items():
-        if not shard_of(tensor).isfinite().all():
-            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
-                           "--weight-decay may be too large")
-    if run.skipped_in_a_row:  # the last good one stays
-        return
-    whole = on_host(run, moving)
+    """Write one safetensors file and move it over the old one. BadInput: a weight is not finite."""
+    if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
+        raise BadInput(f"after step {run.step} weights are not finite: --lr or --weight-decay may "
+                       "be too large")
+    whole = on_host(run, checkpoint_tensors(parts, s))
     if run.folder:
         if parts.reward_model:
             run.pairs = parts.reward_model.pairs, parts.reward_model.replay
@@ -1693,82 +1586,42 @@ def save_checkpoint(run, parts, s):
             save_file(whole, new)
 
 
-@contextmanager
-def saving_on_bad_input(run, parts, s):
-    """Save the steps that are done if, say, a reward fails: no weight has moved since."""
-    try:
-        yield
-    except BadInput:
-        if world() == 1:  # other ranks may not come here
-            save_checkpoint(run, parts, s)
-        raise
-
-
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
-    """Restore what the checkpoint holds; tell if the run began with other problems or weights."""
-    if not Path(run.name, "metrics.jsonl").is_file():
-        return  # it was killed before it began
+    """Restore what the checkpoint holds, and cut off what was logged after it."""
     path = Path(run.name, CHECKPOINT)
     command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
-               "train.py:"):
+               "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        moves = what_moves(parts, s)
-        saved = {*file.keys(), *counters}
+        tensors = checkpoint_tensors(parts, s)
         # A name in one of the two alone: a resumed run would lose it, or lacks it.
-        if odd := saved ^ {"counters", *moves, *run.SAVED}:
+        if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
-        began = counters.pop("digests")
         vars(run).update(counters)
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        run.command = command and run.command  # from where Python goes on, main cannot
-        if parts.reward_model:
-            parts.reward_model.pairs, parts.reward_model.replay = run.pairs
-        for name, moving in moves.items():
+        for name, tensor in tensors.items():
             saved = file.get_tensor(name)
-            if is_sharded(moving):
-                saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
-            moving.copy_(saved)
-    if s.steps < run.step:
-        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    run.history = on_rank_0(forget_later_steps, run, "metrics.jsonl", run.step)
-    last = run.step if run.history else -1  # without its line step 0 comes again
-    on_rank_0(forget_later_steps, run, "samples.jsonl", last)
-    rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
-    for step in sorted({row["step"] for row in rows}):
-        run.compare([row for row in rows if row["step"] == step])
-    for name, digest in run.digests.items():
-        if digest != began.get(name):
-            print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-
-
-def digests_of(parts):
-    """{flag: a digest of what it names}: of the problems and of the first weights."""
-    def first_numbers(model):  # four of each weight tell models apart
-        return [whole_of(weight.detach()).flatten()[:4].tolist()
-                for weight in model.parameters()]
-
-    contents = {"data": parts.problems, "eval_data": parts.eval_problems,
-                "model": first_numbers(parts.policy_model)}
+            if is_sharded(tensor):
+                saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
+            tensor.copy_(saved)
     if parts.reward_model:
-        contents["reward_model"] = first_numbers(parts.reward_model.model)
-    return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
-            for name, content in contents.items()}
+        parts.reward_model.pairs, parts.reward_model.replay = run.pairs
+    if hasattr(parts.optimizer, "round"):
+        parts.optimizer.round()  # the weights are still those of the start
+    on_rank_0(cut_logs, run)
+    run.history = run.records("metrics.jsonl")
+    keep_best(run, parts, s)
 
 
-def forget_later_steps(run, name, last):
-    """Cut off a file's lines of steps after `last`, which come again -> the lines that are left."""
-    path = run.folder / name
-    path.touch()  # a run that was killed early may have none
-    # After the last end of a line there is nothing, or a line that a kill has cut off.
-    *lines, _ = path.read_bytes().split(b"\n")
-    kept = [line for line in lines if json.loads(line)["step"] <= last]
-    os.truncate(path, sum(len(line) + 1 for line in kept))
-    return list(map(json.loads, kept))
+def cut_logs(run):
+    """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
+    for name, size in run.log_sizes.items():
+        with open(run.folder / name, "ab") as log:
+            log.truncate(min(size, log.tell()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1790,6 +1643,8 @@ def main(argv=None):
         status = 0
         if settings.eval_only:
             print_figures(parts, settings)
+        elif settings.plain:
+            plain_grpo(parts, settings)
         elif settings.trace:
             print_trace(parts, settings)
         else:
@@ -1800,7 +1655,7 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            error.add_note(f"continue with: {run.resume_command} (--plain takes no fast paths)")
+            error.add_note(f"continue with: {run.resume_command} (--no-fast takes no fast paths)")
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:
@@ -1815,8 +1670,8 @@ def line_of(error):
         return str(error)
     if out_of_memory(error):
         return f"out of memory; {ADVICE}"
-    if "No space left" in str(error) or "quota exceeded" in str(error):
-        return f"the disk is full: {one_line(error)}"
+    if re.search("No space left|quota exceeded|File too large", str(error)):
+        return f"the disk is full, or a file may not grow: {one_line(error)}"
     return ""
 
 
@@ -1824,13 +1679,19 @@ def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
-    # From here on a signal lets the step end; until here there was nothing to save.
-    with run.stopping_on_signals():
-        train_grpo(parts, s, run)
-    if run.step < s.steps:
+    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_whole", False))
+    try:
+        # From here on a signal lets the step end; until here there was nothing to save.
+        with run.stopping_on_signals():
+            train_grpo(parts, s, run)
+    except Exception:
+        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
+        # costs those since the last checkpoint.
+        if run.is_whole and world() == 1:
+            save_checkpoint(run, parts, s)
+        raise
+    if run.pending or run.step < s.steps:
         save_checkpoint(run, parts, s)
-        if s.page and run.step:
-            write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
@@ -1838,24 +1699,21 @@ def train(parts, s, run):
         save_adapter(run, parts.optimizer, s)
     if s.renew_reference and parts.reward_model:  # training has changed it
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run)
+    on_rank_0(print_story, run)
     return 0
 
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, parts, s)
-        if isinstance(parts.optimizer, MasterAdamW):
-            parts.optimizer.round()  # the weights are still those of the start
-    kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
-    if run.folder:
-        with run.replacing("config.json") as new:
-            new.write_text(json.dumps(kept, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
-    if not run.history:  # a new run: from now on it can be resumed
+    else:
         save_checkpoint(run, parts, s)
+    if run.folder:  # last: where there are settings, there is a checkpoint
+        settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+        with run.replacing("config.json") as new:
+            new.write_text(json.dumps(settings, indent=2))
+    run.resume_command = command("train.py", "--resume", run.name)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
@@ -1863,7 +1721,7 @@ def begin(run, parts, s):
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
-def outlive(stream):
+def survive_closing(stream):
     """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
     def write_now(text):
         try:
@@ -1894,13 +1752,14 @@ def command(program, *flags):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run shows: the bar, the last lines and the page take the same curves
+# What a run shows: the bar, the last lines and the page of tests/tools take the same curves
 
-# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
-# step_metrics returns and that stands in neither list comes last, under its own name.
+# Metrics in words, in the order in which these show them. One that step_metrics returns and that
+# stands in neither list comes last, under its own name.
 TITLES = dict(line.split(maxsplit=1) for line in """\
 eval_reward            held-out reward
 eval_accuracy          held-out accuracy
+skipped_updates        skipped updates
 reward_mean            sampled reward
 accuracy               sampled accuracy
 response_length_mean   answer length (tokens)
@@ -1917,7 +1776,7 @@ clip_fraction          clipped tokens""".splitlines())
 SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
-clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
+clip_fraction_high ratio_mean sampler_difference eval_id""".split()
 
 
 def curves_of(run):
@@ -1932,61 +1791,63 @@ def curves_of(run):
     for metric in dict.fromkeys(names):
         points = run.curve(metric)
         # Beside a score, what is 0 throughout says nothing.
-        is_told = not curves or metric in rewards or any(value for _, value in points)
-        if points and is_told and metric not in NOT_SHOWN:
-            n = len(points)
-            width = n
+        is_shown = not curves or metric in rewards or any(value for _, value in points)
+        if points and is_shown and metric not in NOT_SHOWN:
+            width = len(points)
             if "eval_" not in metric:
-                width = min(n, max(2, n // 5), 40)
+                width, _ = points_and_steps(width)
             rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
             means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
             curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
     return curves
 
 
+def points_and_steps(n):
+    """How many points a curve of n sampled steps has, and of how many steps the first is a mean."""
+    points = max(1, min(n, max(2, n // 5), 40))
+    return points, math.ceil(n / points)
+
+
 def best_step(run):
-    """The step of the highest held-out score so far; of equal ones the first."""
+    """The step of the highest held-out score so far; of equal ones the first; None without any."""
     scores = run.curve("eval_reward") or run.curve("eval_accuracy")
-    return max(scores, key=lambda point: point[1])[0]
+    step, _ = max(scores, key=lambda point: point[1], default=(None, None))
+    return step
 
 
 def update_bar(bar, run):
-    """Show the last evaluation and the last step: the first six of the titles that they have."""
-    evaluated = next(row for row in reversed(run.history) if "eval_accuracy" in row)
-    last = evaluated | run.history[-1]
-    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
-    shown = [name for name in TITLES if last.get(name) is not None]
-    for name in shown[:6]:
-        words.append(f"{TITLES[name].split(' (')[0]} {last[name]:.3g}")  # without its unit
-    bar.set_postfix_str(", ".join(words))
+    """Show where the first six curves have come to."""
+    bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
+                     for _, title, points in curves_of(run)[:6]})
     bar.update()
 
 
-def example_of(run):
-    """The held-out problem that gained most: its rows of the first and of the last evaluation."""
-    gains = column(run.after, "reward") - column(run.before, "reward")
+def example_of(first, last):
+    """The rows of the held-out problem that gained most between two evaluations."""
+    gains = column(last, "reward") - column(first, "reward")
     i = int(gains.nan_to_num().argmax())
-    return run.before[i], run.after[i]
+    return first[i], last[i]
 
 
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    before, after = example_of(run)
+    first, last = run.first_and_last()
+    before, after = example_of(first, last)
     print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
-    print0("held-out: greedy answers; others: means of the first and of the last five steps")
+    _, n = points_and_steps(run.step)
+    print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
         if metric in SCORES:
-            print0(f"{'':33}{compared(run.before, run.after, SCORES[metric])}")
-    flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
+            print0(f"{'':33}{compared(first, last, SCORES[metric])}")
+    further = "--resume", run.name, "--steps", str(2 * run.step)
     print0("")
     if os.path.exists(f"{run.name}/best"):
         print0(f"best state           {run.name}/best, of step {best_step(run):g}")
-    if os.path.exists(f"{run.name}/page.html"):
-        print0(f"see what it learned  {run.name}/page.html")
-    print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
-           f"go on from it        {command('train.py', *flags)}")
+    print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
+           f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+           f"train it further     {command('train.py', *further)}")
 
 
 def small_curve(points):
@@ -1994,167 +1855,8 @@ def small_curve(points):
     _, values = zip(*points)
     low = min(0, *values)
     span = max(0, *values) - low or 1
-    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / span)] for value in values)
+    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * ((value - low) / span))] for value in values)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
-
-
-# --------------------------------------------------------------------------------------------------
-# page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
-
-# Marks that turn a line around, controls, halves of surrogate pairs
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-                    "\ud800-\udfff]")
-STYLE = """
-:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
-@media (prefers-color-scheme: dark) { :root { --up: 110 168 255; --down: 255 159 67 } }
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui;
-  overflow-wrap: anywhere }
-h1 { margin: 0; font-size: clamp(1.4rem, 5vw, 2rem); line-height: 1.2 }
-h2 { margin: 2rem 0 .5rem; font-size: 1.3rem } h3 { display: flow-root; margin: 0; font-size: 1rem }
-p { margin: .3rem 0 } pre { margin: 0 } code { display: block; margin: 0 0 1rem; font-size: 13px }
-small { float: right } small, text, q, code { opacity: .65; font-weight: normal } q { quotes: none }
-li { color: rgb(var(--down)) } ul:empty { display: none }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
-  gap: 1rem } .two { margin-top: .6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)) }
-figure, section { border: var(--line); border-radius: 10px; margin: 0; padding: .6rem 1rem;
-  break-inside: avoid } body > section { margin-top: 1rem }
-figure p { margin: 0 } figure b { font-size: 1.2rem; white-space: nowrap }
-figure small { margin-top: .35rem; font-size: 11px }
-svg { display: block; clear: both; margin-top: .4rem; overflow: visible }
-polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 2; stroke-linejoin: round;
-  stroke-linecap: round } .dot { stroke-width: 6 } .grid { stroke: #8884; stroke-width: .7 }
-text { fill: currentColor; font-size: 10px }
-@media (max-width: 34rem) { figure { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem }
-  svg { grid-area: 1 / 2 / 4; margin: 0 } figure b { grid-row: 2; font-size: 1rem }
-  figure small { margin: 0 } text { font-size: 14px } }
-.y { display: flex; flex-wrap: wrap; gap: 0; border-top: var(--line); margin-top: .3rem }
-.y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
-.y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
-i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
-  linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
-  linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-s i { display: block; height: .5rem; margin-top: .5rem; --d: calc(9 * var(--A));
-  --left: clamp(-50%, var(--A) * -50% / 3, 50%); width: max(var(--left), -1 * var(--left));
-  margin-left: calc(50% - max(var(--left), 0%)) }
-"""
-
-
-def write_page(run, parts, s):
-    """page.html: the curves so far, and groups of the samples, scored again by the policy."""
-    model = parts.policy_model
-    sections = ""
-    for group in on_rank_0(tinted_groups, run):  # all ranks score
-        tensors = {name: torch.tensor(group[name]) for name in TENSORS}
-        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
-        logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
-        sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
-    if run.folder:
-        with run.replacing("page.html") as new:
-            new.write_text(page_of(run, sections, s), encoding="utf-8")
-
-
-def tinted_groups(run):
-    """The groups in samples.jsonl that have token ids."""
-    if not run.folder:
-        return []
-    lines = (run.folder / "samples.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "input_ids" in record]
-
-
-def page_of(run, sections, s):
-    """The HTML of the page; it reloads itself while the run goes on."""
-    items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    curves = curves_of(run)
-    figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
-    metric, title, points = curves[0]
-    first = points[0][1]
-    step, last = points[-1]
-    head = f"<h1>Stopped before the second evaluation; {title} {first:.3g} at the start</h1>"
-    example = ""
-    if len(points) > 1 and run.before:
-        head = f"""<h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(run.before, run.after, SCORES[metric])}</p>"""
-        before, after = example_of(run)
-        example = f"""<h2>The held-out problem that gained most</h2>
-<p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
-<div class="two">
-<section><h3>before <small>reward {before["reward"]:.3g}</small></h3>
-<pre>{escape(before["answer"])}</pre></section>
-<section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
-<pre>{escape(after["answer"])}</pre></section></div>"""
-    goes_on = run.step < s.steps and not run.signal
-    again = '<meta http-equiv="refresh" content="20">' * goes_on
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.folder.name)}</title>
-<style>{STYLE}</style></head><body>
-{head}
-<p>{escape(run.folder.name)}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps,
-each with B = {s.prompts_per_step} questions and G = {s.group_size} answers to each;
-lr {s.learning_rate:g}. The best evaluation is that of step {best_step(run):g}. Held-out answers are
-greedy, all others sampled: their numbers are means of the first and of the last five steps. What is
-0 throughout is left out.</p>
-<code>{escape(run.command)}</code>
-<ul>{items}</ul><div>{figures}</div>{example}
-<h2>The groups it learned from</h2>
-<p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub>
-its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> since the policy drew them:
-<i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
-<i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
-[E]'s ratio.</p>{sections}</body></html>"""
-
-
-def figure_of_curve(metric, title, points, last):
-    """A curve of (step, value)s that rises from 0; its width spans steps 0 to `last`."""
-    _, values = zip(*points)
-    low, high = min(0, *values), max(0, *values)
-    span = high - low or 1
-    line = [f"{50 + 250 * step / last:.1f},{78 - 76 * (value - low) / span:.1f}"
-            for step, value in points]
-    return f"""<figure><p>{escape(title)}</p><small>{escape(metric)}</small>
-<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox="0 0 303 94">
-<polyline points="{' '.join(line)}"/><polyline class="dot" points="{line[-1]} {line[-1]}"/>
-<polyline class="grid" points="50,2 300,2"/><polyline class="grid" points="50,78 300,78"/>
-<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">step 0</text>
-<text x="300" y="91" text-anchor="end">{last}</text></svg></figure>"""
-
-
-def section_of(group, answers, moved, tokenizer):
-    """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
-    r = answers.rewards
-    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
-            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
-            f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
-            f"true answer: {escape(group['truth'])}")
-    for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
-        tokens = is_answer.nonzero()[:, 0]
-        # Between its first and its last token there may be replies, which others wrote.
-        span = slice(tokens[0], tokens[-1] + 1)
-        words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
-        distances = moved[n, span].tolist()
-        y = ""
-        for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
-            word = escape(word).replace("\n", "↵\n")
-            if not wrote_it:
-                word = f"<q>{word}</q>"
-            elif abs(d) > 0.02:
-                word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
-            y += word
-        if not answers.finished[n]:
-            y += " <small>cut at the limit</small>"
-        A = answers.advantages[n].expand_as(is_answer)[is_answer].mean()  # each may have its own
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
-                 f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
-                 f'<p dir="auto">{y}</p></div>')
-    return text + "</section>"
-
-
-def escape(text):
-    """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2163,27 +1865,46 @@ def escape(text):
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
     if s.against:  # is there such a model? Before the first one has answered
-        model_without_storage("--against", s.against, s.dtype)
+        with blame(f"--against {s.against}:"):
+            sample.checked_config(s.against)
     _, greedy = evaluate(parts, s)
     G, T = s.group_size, s.temperature
     second = f"{G} samples of each at temperature {T}"
     if s.against:
         G, T, second = 1, 0.0, s.against
+        tell_differences(s)
         model, parts.tokenizer = load_policy(replace(s, model=s.against), "--against")
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
-    for name in ("right", "reward", "tokens", "cut", "boxed", "right of boxed and uncut"):
+    names = ["reward", *(name for name in greedy[0] if "reward/" in name), "tokens", "cut"]
+    by_rule = (column(greedy + rows, "boxed") > 0).any()
+    if by_rule:  # else its lines would say nothing
+        names += ["right", "boxed", "right of boxed and uncut"]
+    for name in names:
         left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
         print0(f"{name:25} {left:18} {right}")
     if s.against:
-        for name in SCORES.values():
-            print0(f"{name:25} {compared(rows, greedy, name)}")
+        for name in names:
+            if name in SCORES.values():
+                print0(f"{name:25} {compared(rows, greedy, name)}")
+    if s.against or not by_rule:
         return
     responses = [row["answer"] for row in rows]
     figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
     for name, value in figures.items():
         print0(f"{name:25} {value:.4f}")
+
+
+def tell_differences(s):
+    """Print how --against, if it is a run's, was trained to answer otherwise than it is asked."""
+    source = config_of(s.against)
+    trained = Settings(**read_config(source)) if source else s
+    for name in "system_prompt template_args max_new_tokens reply max_turns".split():
+        theirs, ours = getattr(trained, name), getattr(s, name)
+        if theirs != ours:
+            print0(f"--against {s.against}: asked with {flag_of(name)} {ours!r}, its run had "
+                   f"{theirs!r}")
 
 
 def print_trace(parts, s):
@@ -2215,7 +1936,7 @@ def print_trace(parts, s):
            "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
-            word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            word, = words_of(parts.tokenizer, rollout.input_ids[n, t + 1:t + 2].tolist())
             print0(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}"
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))
@@ -2230,6 +1951,6 @@ def print_trace(parts, s):
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's has not, and may be none
-            outlive(stream)
+            survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

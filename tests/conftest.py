@@ -1,5 +1,6 @@
-"""What all tests have: the stage files on the path, one thread, no network; and three fixtures."""
+"""What all tests have: the stage files on the path, one thread, no network; and two fixtures."""
 # ruff: noqa: E402
+import faulthandler
 import os
 import runpy
 import signal
@@ -21,12 +22,14 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
-@pytest.fixture(autouse=True)
-def fast_forms():
-    """What one test switches off is there again for the next."""
-    yield
-    if "sample" in sys.modules:
-        sys.modules["sample"].PLAIN = False
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """A test that hangs ends its process after ten minutes, and so it fails."""
+    faulthandler.dump_traceback_later(600, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

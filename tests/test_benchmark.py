@@ -38,7 +38,7 @@ def test_a_measurement(tmp_path):
     assert (settings.lr, settings.group_size) == (0.5, TINY["group_size"])
     for side in ("ours", "update"):
         result = benchmark.measure({"folder": str(tmp_path), "side": side, "repeat": 1,
-                                    "flags": ["--plain"]})
+                                    "flags": ["--no-fast"]})
         assert {"seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
                 "of_bandwidth", "of_matrix_rate", "peak"} <= result.keys()
         assert result["length"] == [TINY["new_tokens"]]

@@ -33,7 +33,7 @@ import logprob  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from advantage import group_advantages  # noqa: E402
-from logprob import layers_checkpointed, plain_logprobs, token_logprobs  # noqa: E402
+from logprob import checkpoint_layers, plain_logprobs, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 CUDA = "cuda:0"
@@ -115,7 +115,7 @@ def nats_off(model, rollout, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 @dtypes
-def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
+def test_sampling_through_graphs(tiny, graphs, dtype, temperature):
     model = random_policy(dtype)
     rollout = drawn(model, tiny, temperature=temperature)
     lengths = rollout.mask.sum(dim=1)
@@ -123,7 +123,7 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
     assert 2 <= graphs["captured"] <= 5                      # for some of 16, 8, 4, 2, 1 rows
     assert graphs["replayed"] >= lengths.max() - 1
     assert nats_off(model, rollout, temperature or 1.0) < (1e-5 if dtype == torch.float32 else 0.05)
-    monkeypatch.setattr(sample, "PLAIN", True)
+    model.fast = False
     before = dict(graphs)
     plain = drawn(model, tiny, temperature=temperature)
     assert graphs == before
@@ -169,15 +169,15 @@ def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     (dict(architecture="llama", attention_bias=True, mlp_bias=True), True),
     (dict(architecture="falcon"), False),
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), False)])
-def test_a_step_that_no_graph_can_hold_needs_plain(tiny, graphs, changes, captures):
+def test_a_step_that_no_graph_can_hold_needs_no_fast(tiny, graphs, changes, captures):
     """The others are captured, with windows, capped scores, norms of heads and biases, too."""
     model = small_model(**{"architecture": "qwen2", "vocab_size": 57, **changes}).to(CUDA)
     for prompts in (PROMPTS[::-1], PROMPTS[:3]):             # the second time places are left over
         expected = drawn(copy.deepcopy(model).cpu(), tiny, prompts)
-        if not captures and not sample.PLAIN:
+        if not captures and not hasattr(model, "fast"):
             with pytest.raises(RuntimeError):
                 drawn(model, tiny, prompts)
-            sample.PLAIN = True
+            model.fast = False
         found = drawn(model, tiny, prompts)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert bool(graphs["replayed"]) == captures
@@ -257,13 +257,15 @@ def test_logprobs_and_gradients(dtype, fast, checkpointed):
     def run(model, ids, labels, weight):
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         slow = [] if fast else [SDPBackend.MATH]             # it holds all scores
-        with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
+        with sdpa_kernel(kernels + slow):
             values, measured = token_logprobs(model, ids, labels, 0.9, measure=True)
             (values * weight).sum().backward()
         return [values, measured["entropy"], *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
     model = random_policy(dtype, fast=fast)
+    if checkpointed:
+        checkpoint_layers(model)
     expected = run(copy.deepcopy(model).to("cpu", torch.float32), *rows)
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
@@ -308,7 +310,7 @@ def test_logits_are_not_rounded_to_half_precision(tiny):
 
 
 # --- [G] [H] Runs ---------------------------------------------------------------------------------
-def updates(device, dtype, loss_scale=None):
+def updates(device, dtype):
     """Two updates on answers that a policy on the CPU has drawn -> the metrics of each."""
     p = parts(f"--device={device}", "--lr=2e-3")  # at 1e-3 a ratio ends on the edge of a clip
     rollout = rollout_of(p)
@@ -317,26 +319,20 @@ def updates(device, dtype, loss_scale=None):
         rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
-    if loss_scale:
-        p.optimizer.scale.fill_(loss_scale)
     return [train.update(p, rollout, p.settings) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *[torch.bfloat16] * FLASH])
 def test_updates_on_the_same_answers(dtype):
-    """Every metric of them; a gradient that is not finite is skipped, and halves the loss scale."""
+    """Every metric of them."""
     rel = 1e-5 if dtype == torch.float32 else 0.02
     for found, expected in zip(updates(CUDA, dtype), updates("cpu", torch.float32)):
-        for name in expected.keys() - {"loss_scale"}:
+        for name in expected:
             assert found[name] == pytest.approx(expected[name], rel=rel, abs=rel / 4), name
-    if dtype == torch.float16:
-        found = updates(CUDA, dtype, loss_scale=2.0**40)
-        found = [(metrics["skipped_updates"], metrics["loss_scale"]) for metrics in found]
-        assert found == [(1, 2.0**40), (1, 2.0**39)]
 
 
 SHORT = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=20", "--eval-limit=2",
-         "--steps=2", "--eval-every=2", "--save-every=2", "--no-page")
+         "--steps=2", "--eval-every=2", "--save-every=2")
 
 
 def run(*flags):
@@ -361,7 +357,7 @@ def assert_same_steps(found, expected, rel, names=LEARNED):
 
 def assert_same_weights(found, expected, tolerance):
     assert found.keys() == expected.keys()
-    for name in found.keys() - {"weight/loss scale"}:
+    for name in found:
         if name.startswith("weight/"):
             assert same(found[name], expected[name], tolerance), name
 
@@ -369,7 +365,7 @@ def assert_same_weights(found, expected, tolerance):
 # The prompts of the default run have many lengths, so that rows are padded in the cache.
 VARIANTS = {"default": ["--steps=3", "--prompts-per-step=16", "--group-size=8", "--eval-limit=8",
                         "--max-new-tokens=40"],
-            "plain": ["--plain"], "checkpointing": ["--gradient-checkpointing"],
+            "slow": ["--no-fast"], "checkpointing": ["--gradient-checkpointing"],
             "LoRA": ["--lora-rank=2"],
             "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],
             "dynamic sampling": ["--max-resample=2"], "GTPO": ["--advantage=gtpo"],
@@ -384,7 +380,7 @@ def test_variants_in_float32(graphs, flags):
     is_default = flags is VARIANTS["default"]
     assert_same_steps(metrics, expected, 1e-5 if is_default else 1e-4)
     assert_same_weights(tensors, weights, 1e-5 if is_default else 1e-4)
-    assert bool(graphs["replayed"]) == (not sample.PLAIN) == ("--plain" not in flags)
+    assert bool(graphs["replayed"]) == ("--no-fast" not in flags)
     if is_default:
         assert metrics[-1]["eval_accuracy"] == expected[-1]["eval_accuracy"]
         assert graphs["captured"] <= 10 < graphs["replayed"]  # graphs of two temperatures are kept
@@ -392,7 +388,7 @@ def test_variants_in_float32(graphs, flags):
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],
            "LoRA": ["--lora-rank=2"],
-           "LoRA, offload": ["--lora-rank=2", "--offload", "--kl-coef=0"], "plain": ["--plain"]}
+           "LoRA, offload": ["--lora-rank=2", "--offload", "--kl-coef=0"], "slow": ["--no-fast"]}
 
 
 @pytest.mark.parametrize("flags", IN_HALF.values(), ids=IN_HALF)
@@ -400,7 +396,6 @@ def test_steps_in_half_precision(flags):
     """Within rounding of the CPU's run: a few draws differ, and with them the answers."""
     metrics, tensors = run(*SHORT, *flags, "--device=cuda")
     expected, weights = on_the_cpu(*SHORT, *[flag for flag in flags if flag != "--offload"])
-    assert sample.PLAIN == ("--plain" in flags)
     assert_same_steps(metrics[:2], expected[:2], 0.15, LEARNED[:3])
     assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
     assert all(line["sampler_difference"] < 0.05 for line in metrics[1:])
@@ -435,7 +430,7 @@ def test_the_second_of_two_cards(capsys, monkeypatch, graphs, run_here):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)  # as in a new process
     metrics, _ = run(*SHORT, "--device=cuda:1", "--dtype=float32")
     assert_same_steps(metrics, on_the_cpu(*SHORT)[0], 1e-4)
-    assert graphs["replayed"] and not sample.PLAIN
+    assert graphs["replayed"]
     capsys.readouterr()
     torch.cuda.set_device(0)                                 # the model's card is not the current
     on_card, on_cpu = (run_here("sample.py", "--device", device) for device in ("cuda:1", "cpu"))
@@ -469,6 +464,7 @@ def test_two_ranks_on_two_cards(tmp_path):
 def failing_after(calls, function, message="CUDA error: an illegal instruction"):
     left = [calls]
 
+    @functools.wraps(function)
     def failing(*given, **how):
         left[0] -= 1
         if left[0] == -1:
@@ -511,7 +507,7 @@ def sampler_is_off(monkeypatch):
     """By 0.2 nats, while its fast form is used."""
     def off(*given, real=train.sample_groups, **how):
         rollout = real(*given, **how)
-        rollout.logprobs -= 0.2 * rollout.mask * (not sample.PLAIN)
+        rollout.logprobs -= 0.2 * rollout.mask * sample.may_be_fast(given[0])
         return rollout
 
     monkeypatch.setattr(train, "sample_groups", off)
@@ -538,14 +534,13 @@ def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
                            begun=True)
         except RuntimeError as error:                        # below its traceback
             said = error.__notes__[0]
-    more = "--micro-batch-tokens" if fault is memory_runs_out else "--plain"
+    more = "--micro-batch-tokens" if fault is memory_runs_out else "--no-fast"
     assert more in said
     command = shlex.split(said.partition("continue with: ")[2].partition(" (")[0])
     trains(*command[2:], more + "=256" * (fault is memory_runs_out))     # behind python, train.py
     metrics = metrics_of(tmp_path / "run")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert not any(line["skipped_updates"] for line in metrics[1:])
-    assert sample.PLAIN == (fault is not memory_runs_out)
     assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
 
 

@@ -103,7 +103,7 @@ def test_without_flags_the_loss_is_the_papers():
 
 def test_the_first_steps_of_the_default_run(tmp_path):
     """The row of step 1 in "Reading a run", and the first of the way from 0.0586 to 1."""
-    trains("--steps=6", "--eval-every=6", "--no-page", f"--output={tmp_path}")
+    trains("--steps=6", "--eval-every=6", f"--output={tmp_path}")
     start, first, *_, last = metrics_of(tmp_path)
     table = README[README.index("| step | sampled reward |"):]
     names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",

@@ -104,4 +104,4 @@ def test_the_mean_of_several_runs_is_compared_problem_by_problem(capsys):
     real_qwen.print_mean("asked", untrained, *runs)
     line = capsys.readouterr().out
     # Of each problem 1, 1/2, 1 and 1/2 are right: 1, 1/2, 0 and -1/2 more than before.
-    assert "0.750 ± 0.125" in line and "0.250 ± 0.280" in line
+    assert "0.750 ± 0.144" in line and "0.250 ± 0.323" in line

@@ -11,6 +11,20 @@ def score(completions, **columns):
         return pool.map(float, map(len, completions))
 
 
+def ended_at_once(completions, **columns):
+    """A worker that SIGTERM reaches while it is forked, as a pool that is closed at once sends it.
+
+    A fork hook that test_resume.py registers sends it.
+    """
+    os.environ["END_AT_ONCE"] = "1"
+    child = fork.Process(target=os.getpid)
+    child.start()
+    del os.environ["END_AT_ONCE"]
+    child.join(20)
+    score(completions)
+    return [child.exitcode] * len(completions)
+
+
 def wait_for_work():
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -97,8 +97,7 @@ class Watched(train.Run):
 
 def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
     """train_grpo on the tiny policy -> its Watched run, with the rates that it learned by."""
-    p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", "--no-page",
-              *flags)
+    p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", *flags)
     run = Watched(folder)
     rate = p.optimizer.param_groups[0]
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))

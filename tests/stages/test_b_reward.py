@@ -21,10 +21,10 @@ from checks import value_error
 from files import ROOT
 from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT, SAME
 import reward
-from reward import (boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of,
-                    final_answer, hold_out, is_right, length_rescaled, load_problems, majority_at_k,
-                    mean_and_error, overlong_penalty, pass_at_k, rule_reward, score_responses,
-                    sign_test, think_answer_reward, truths_of)
+from reward import (boxed_candidates, canonical, complete_boxes, distinct, extract_boxed,
+                    figures_of, final_answer, hold_out, is_right, length_rescaled, load_problems,
+                    majority_at_k, mean_and_error, overlong_penalty, pass_at_k, rule_reward,
+                    score_responses, sign_test, think_answer_reward, truths_of)
 from sample import words_of
 
 
@@ -58,7 +58,7 @@ def box(answer):
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
     assert rule_reward(box(empty), "63") == 0.0 and rule_reward(box(empty), empty) == 0.0
-    assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 0.0
+    assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 1.5  # no last word
     for zero in ("0", "0.0", "-0", "$0", ".0", r"0\%"):  # which is an answer
         assert rule_reward(box(zero), "0") == 1.5 == rule_reward(box(zero), 0)  # as a number, too
         assert rule_reward(box(zero), "7") == 0.5
@@ -81,13 +81,21 @@ def test_score_responses_is_prompt_major():
 
 # --- The box --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text, content", [
-    (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
+    (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", None), ("5", None), ("", None),
     (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),
     ("\\boxed\n  {5}", "5"), (r"\boxed5", "5"), (r"So \boxed -1/2, I think.", "-1/2"),
     (r"$\boxed .5$", ".5"), (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "4"),
     (r"\boxed 4 \boxed 5!", "5"), (r"Use \boxed and see.", None), ("\\boxed{1\n2}", "1\n2"),
     (r"boxed{5}", None), (r"\fbox{5} \Boxed{5}", None), ("\\boxed{\0\ud800}", "\0\ud800"),
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
+    (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$\boxed{5}$ and $\boxed{6}$.", "5, 6"),
+    (r"\boxed{4} \boxed{5}", "5"), (r"\boxed{4}. No: \boxed{5}\text{ or }\boxed{6}", "5, 6"),
+    (r"\boxed{4}, \boxed{5}, and **\boxed{6}**", "4, 5, 6"), (r"\boxed{5}, so \boxed{6}", "6"),
+    (r"\[\boxed{5}\]\quad\text{and}\quad\[\boxed{6}\]", "5, 6"),
+    (r"\boxed{5} or \boxed{5.0}", "5.0"),
+    (r"\boxed{5} in \boxed{ }", "5"), (r"\boxed{5}, \boxed{6} and \boxed{\text{}}", "5, 6"),
+    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),  # \{ is a sign, not a brace
+    (r"\boxed{[0, 1\}}", r"[0, 1\}"), (r"\boxed{a \\{b}}", r"a \\{b}"),
 ])
 def test_extract_boxed(text, content):
     assert extract_boxed(text) == content
@@ -95,10 +103,11 @@ def test_extract_boxed(text, content):
 
 def every_complete_box(text):
     """(end, begin, content) of each \\boxed{…}, by counting from its brace: in quadratic time."""
+    signs = [sign.end() - 1 for sign in re.finditer(r"\\[{}]|\\\\(?!boxed)", text)]  # also of \{
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
         for i in range(start.end(), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
+            depth += ((text[i] == "{") - (text[i] == "}")) * (i not in signs)
             if depth == 0:
                 yield i + 1, start.start(), text[start.end() : i]
                 break
@@ -114,10 +123,11 @@ def test_boxes_are_their_definition():
         text = "".join(chance.choices(PIECES, k=chance.randrange(31)))
         every = sorted(every_complete_box(text))
         bare = re.findall(r"\\boxed *(5+)", text)
-        expected = every[-1][2] if every else bare[-1] if bare else None
-        assert extract_boxed(text) == expected, text
         outer = [(end, content) for end, begin, content in every
                  if not any(b < begin and end < e for e, b, _ in every)]
+        full = [content for _, content in outer if canonical(content) != ""]
+        expected = full[-1] if full else bare[-1] if bare else None
+        assert extract_boxed(text) == expected, text
         assert [(box.stop + 1, text[box]) for box in complete_boxes(text)] == outer, text
 
 
@@ -223,7 +233,7 @@ BAD_LINES = [
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
 def test_a_bad_line_is_named(tmp_path, bad):
     is_object = BAD_LINES.index(bad) > 7
-    with value_error("problems.jsonl, line 3: " + ("" if is_object else ".*JSON object per line")):
+    with value_error("problems.jsonl, line 3: " + ("" if is_object else "no JSON object .*jq -c")):
         load(tmp_path, line(), "", bad, line())
 
 
@@ -239,7 +249,7 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content):
     (tmp_path / "folder").mkdir()
     if content:
         (tmp_path / name).write_bytes(content)
-    told = ".*UTF-8 JSON lines; names are gsm8k and gsm8k:test$" if name != "empty" else ""
+    told = "neither gsm8k nor gsm8k:test, nor a file of JSON lines" if name != "empty" else ""
     with value_error(f"^{re.escape(name or '.')}: {told}"):
         load_problems(name)
 
@@ -247,7 +257,7 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content):
 @pytest.mark.parametrize("content, words", [
     ("version https://git-lfs.github.com/spec/v1\noid sha256:5d\nsize 5\n", "git lfs pull"),
     (f"[{line()}]", "jq -c"), (f"[\n  {line()},\n  {line()}\n]", "line 1: .*jq -c"),
-    ("question,answer\n5,6", "line 1: .*JSON object per line")])
+    ("question,answer\n5,6", "line 1: no JSON object")])
 def test_a_file_of_another_kind_is_told_what_to_do(tmp_path, content, words):
     with value_error(words):
         load(tmp_path, content)
@@ -261,6 +271,9 @@ def test_the_fields_may_have_other_names(tmp_path):
     for missing in ("problem", "worked"):
         with value_error(f"line 1: '{missing}'.*line has problem, worked, answer, question_id$"):
             load(tmp_path, json.dumps({**row, missing: None}), **fields)
+    # Where the named one is missing, the usual ones are read
+    [problem] = load(tmp_path, line(), **fields)
+    assert (problem["question"], problem["answer"]) == ("How many?", "72")
     # A misspelt name would give every row the answer "", and hide a good column
     some = '{"question": "?", "k": 2}', '{"question": "?"}'
     with value_error("'anwser' .*question"):
@@ -389,18 +402,48 @@ def test_messages_as_others_write_them(tmp_path):
     [problem] = load(tmp_path, json.dumps(row), question_field="prompt")
     assert problem == {**row, "solution": "", "question": "5 + 4?", "messages": [
         {"role": "system", "content": "5 "}, {"role": "user", "content": "5 + 4?"}]}
-    for bad in ([*texts, {"type": "image_url"}], ["5 + 4?"]):
-        with value_error("line 1: .*part that is no text"):
+    for bad in ([*texts, {"type": "image_url"}], ["5 + 4?"], 5, {"result": 5}):
+        with value_error("line 1: .*content that is no text"):
             load(tmp_path, chat({"role": "system", "content": bad}, *CHAT[-1:]))
 
 
-def test_every_tenth_question_is_held_out_with_all_its_lines():
+def test_calls_of_tools_have_no_text_and_their_results_may_be_last(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    for end in ({"role": "user", "content": "So?"}, {"role": "tool", "content": "9"}):
+        [problem] = load(tmp_path, chat(*CHAT[:2], call, end))
+        assert problem["question"] == end["content"]
+        assert problem["messages"] == [*CHAT[:2], {**call, "content": ""}, end]
+
+
+def questions(problems):
+    return {problem["question"] for problem in problems}
+
+
+def test_a_tenth_of_the_questions_is_held_out_by_chance_with_all_their_lines():
+    """The order of the lines decides nothing, and lines that are added later move none."""
     problems = [{"question": f"question {i % 900}", "row": i} for i in range(1000)]
     training, held_out = hold_out(problems)
-    assert [problem["row"] for problem in held_out] == list(range(0, 1000, 10))
     assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
-    assert not {p["question"] for p in training} & {p["question"] for p in held_out}
-    assert [problem["row"] for problem in hold_out(problems[:5])[1]] == [0, 2, 4]
+    assert len(questions(held_out)) == 90 and not questions(training) & questions(held_out)
+    rows = [problem["row"] % 900 for problem in distinct(held_out)]
+    assert 0 < sum(row % 10 == 0 for row in rows) < 30 and 25 < sum(row % 2 for row in rows) < 65
+    for again in (problems[::-1], problems + problems[:500]):
+        assert questions(hold_out(again)[1]) == questions(held_out)
+    more = hold_out([*problems, *({"question": f"more {i}"} for i in range(100))])[1]
+    assert len(questions(more) - questions(held_out)) < 30
+    assert [len(questions(hold_out(problems[:n])[1])) for n in (5, 40, 41)] == [3, 20, 5]
+
+
+def test_a_limit_chooses_by_chance_and_asks_each_conversation_once():
+    """Those of a limit are among those of a larger one."""
+    problems = [{"question": f"question {i % 300}", "row": i} for i in range(900)]
+    rows = [problem["row"] for problem in distinct(problems, 60)]
+    assert rows == sorted({*rows}) and len(rows) == 60 and 5 < sum(row < 60 for row in rows) < 25
+    for other, most in ((problems[::-1], 60), (problems[300:], 80)):
+        assert questions(distinct(problems, 60)) <= questions(distinct(other, most))
+    assert [problem["row"] for problem in distinct(problems)] == list(range(300))
+    same = [{"question": "5?", "messages": [{"role": "user", "content": "5?"}]}, {"question": "5?"}]
+    assert len(distinct(same)) == 1 and len(distinct([{**same[0], "tools": [{}]}, *same])) == 2
 
 
 def test_conversations_that_end_alike_are_different_problems():
@@ -456,12 +499,13 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 def test_the_mean_of_the_problems_and_its_error():
     rights = torch.tensor([1.0] * 68 + [0.0] * 132, dtype=torch.float64)
     mean, error = mean_and_error(rights)
-    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 200))
+    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 199))
     # Two samples of each problem: the error is that of the problems, however alike the samples are
     mean, error = mean_and_error(rights.repeat_interleave(2), 2)
-    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 200))
+    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 199))
     some = torch.tensor([1.0, math.nan, 0.0, 1.0])        # one does not apply
-    assert float(mean_and_error(some)[0]) == pytest.approx(2 / 3)
+    assert [float(x) for x in mean_and_error(some)] == pytest.approx([2 / 3, 1 / 3])
+    assert mean_and_error(some[:1])[1].isnan()            # of one problem nobody knows
     assert all(value.isnan() for value in mean_and_error(some[1:2]))
 
 
@@ -500,15 +544,10 @@ def test_majority_at_k(answers, truth, k, expected):
 
 
 def test_all_figures_of_samples():
-    """Shares of different answers and of different runs of three words, where truths are unknown"""
-    responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
-    for texts, size, different, trigrams in (
-            (responses, 4, (1 / 4 + 0) / 2, (3 / 4 + 0) / 2), ([""], 1, 0.0, 0.0),
-            (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
-        figures = {"distinct_answers": different, "distinct_3grams": trigrams}
-        assert figures_of(texts, [None], size) == figures
+    """None where truths are unknown."""
     responses = [box(7), box(8), box(7), "x", *[box(9)] * 4]
-    expected = figures_of(responses, [None] * 2, 4)
+    assert figures_of(responses, ["7", None], 4) == {}
+    expected = {}
     for k in (1, 2, 4):
         expected[f"pass@{k}"] = pass_at_k([[True, False, True, False], [False] * 4], k)
         expected[f"maj@{k}"] = majority_at_k([["7", "8", "7", None], ["9"] * 4], ["7", "8"], k)

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from checks import is_same, same
-from files import FEW, TINY, checkpoint_of, lines_of, metrics_of
+from checks import is_same, same, seeded
+from files import FEW, MINE, SHORT, TINY, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
-from runs import refused, told, trains
-from steps import (PROBLEMS, REWARDS, loop, parts, parts_of, run_in,
+from runs import refused, told, trained, trains
+from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, run_in,
                    settings, whole_step)
 import reward
 import sample
@@ -53,21 +53,49 @@ FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new
 
 
 # --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
-def test_a_step_is_the_definition():
-    """train_step moves the weights as plain_step does, and its gradient is of the same size."""
-    p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=1",
-              "--max-grad-norm=1e9")
+def test_a_step_is_the_definition(monkeypatch):
+    """plain_step draws the answers of train_step; losses, gradients and weights are its own, too,
+    to rounding: in two updates, of which the second clips."""
+    p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=2",
+              "--max-grad-norm=1e9", "--clip-eps=0.01")
     model = copy.deepcopy(p.policy_model)
-    start = {name: weight.clone() for name, weight in model.named_parameters()}
-    torch.manual_seed(0)
-    train.plain_step(model, p.ref_model, torch.optim.SGD(model.parameters(), 1.0), p.tokenizer,
-                     p.prompts, train.truths_of(p.problems))
-    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    drawn, losses, gradients = [], [], []
+
+    def noted(function, results):
+        def call(*arguments, **options):
+            results.append(function(*arguments, **options))
+            return results[-1]
+        return call
+
+    monkeypatch.setattr(train, "sample_groups", noted(train.sample_groups, drawn))
+    monkeypatch.setattr(train, "plain_loss", noted(train.plain_loss, losses))
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(all_gradients(model)))
+    rewards = train.plain_step(model, p.ref_model, optimizer, p.tokenizer, p.prompts,
+                               train.truths_of(p.problems), generators=seeded(), updates=2,
+                               clip_eps=0.01)
     p.optimizer = torch.optim.SGD(p.policy_model.parameters(), 1.0)
-    train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
-    for (name, one), other in zip(model.named_parameters(), p.policy_model.parameters()):
-        moved = one - start[name]
-        assert 0 < moved.norm() and (one - other).norm() <= 1e-4 * moved.norm(), name
+    metrics, rollout, expected = whole_step(p, None)
+    assert torch.equal(drawn[0].labels, rollout.labels)
+    assert torch.equal(rewards, rollout.rewards) and metrics["clip_fraction"] > 0.01
+    assert metrics["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-4)
+    for one, other in zip(gradients, expected, strict=True):
+        assert 0 < other.norm() and (one - other).norm() <= 1e-4 * other.norm()
+    for one, other in zip(model.parameters(), p.policy_model.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_plain_is_the_same_run(capsys, tmp_path):
+    """`--plain` draws what the other run draws, and earns the same, step by step."""
+    flags = (*FEW, "--steps=4", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
+             "--eval-limit=2", "--lr=0.002", "--max-grad-norm=1e9")
+    trains(*flags, "--plain")
+    shown = re.findall(r"step +(\d+) +reward (\S+) +accuracy (\S+)", capsys.readouterr().out)
+    trains(*flags, f"--output={tmp_path}")
+    assert shown == [(f"{m['step']}", f"{m['reward_mean']:.4f}", f"{m['accuracy']:.4f}")
+                     for m in metrics_of(tmp_path)[1:]]
+    assert len({reward for _, reward, _ in shown}) > 2    # it has moved
+    trains(*flags, "--plain", "--kl-coef=0", "--steps=1")  # without a reference
 
 
 def test_the_reward_is_asked_and_replaces_the_rules():
@@ -91,6 +119,7 @@ def test_the_reward_is_asked_and_replaces_the_rules():
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, flags, dtype):
     """After a step no gradient is held, and the reference stands where it stood."""
+    @functools.wraps(grpo_loss)
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
@@ -114,13 +143,13 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
 
 @pytest.mark.parametrize("dtype, rounding, fault", [
     (torch.float32, 5e-4, 2e-3), (torch.bfloat16, 0.05, 0.2)])
-@pytest.mark.parametrize("plain, correction", [(False, 0), (True, 0), (False, 2.0), (True, 2.0)])
-def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, correction):
-    """The run ends, with --plain as the way on if it is not plain; rounding and
+@pytest.mark.parametrize("slow, correction", [(False, 0), (True, 0), (False, 2.0), (True, 2.0)])
+def test_a_sampler_that_is_off_moves_no_weight(dtype, slow, rounding, fault, correction):
+    """The run ends, with --no-fast as the way on if it is fast; rounding and
     --sampler-correction pass. No later update of the rollout runs."""
     def off_by(nats):
         p = parts(f"--sampler-correction={correction}", "--updates-per-rollout=2",
-                  *["--plain"] * plain, dtype=dtype)
+                  *["--no-fast"] * slow, dtype=dtype)
         before = copy.deepcopy(p.policy_model.state_dict())
 
         def sampler(*how):
@@ -133,10 +162,10 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
         try:
             skipped = whole_step(p, sampler=sampler)[0]["skipped_updates"]
         except train.BadInput as error:
-            skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--plain"
+            skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--no-fast"
         return skipped, is_same(before, p.policy_model.state_dict())
     assert off_by(rounding) == (0, False)
-    ends = ("--sampler-correction" if plain else "--plain"), True
+    ends = ("--sampler-correction" if slow else "--no-fast"), True
     assert off_by(fault) == ((0, False) if correction else ends)
     if not correction:
         assert off_by(math.nan) == ends
@@ -218,7 +247,8 @@ def test_evaluation_is_its_definition():
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
         n = len(numbers)
-        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9), responses=[
+        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9),
+                               reward_parts=None, responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
 
@@ -252,7 +282,8 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
     assert [m["step"] for m in run.history] == list(range(6))
     assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
-    assert run.checkpoints == [3, 5] and len(run.before) == len(run.after) == 3
+    assert run.checkpoints == [3, 5]
+    assert [len(rows) for rows in run.first_and_last()] == [3, 3]
 
 
 def test_every_step_asks_its_own_problems(tmp_path):
@@ -265,7 +296,7 @@ def test_every_step_asks_its_own_problems(tmp_path):
 
     run = loop(tmp_path, "--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda rollout: torch.arange(float(len(rollout.responses))))
-    for (prompts, generators), (rollout, _) in zip(drawn, run.samples, strict=True):
+    for (prompts, generators), (rollout, *_) in zip(drawn, run.samples, strict=True):
         assert prompts == rollout.prompts[::2] and len(generators) == len(prompts)
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
@@ -274,24 +305,28 @@ def test_every_step_asks_its_own_problems(tmp_path):
 
 def test_all_that_is_random_follows_from_seed_step_and_round(tiny):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
-    def batch(n, step, attempt=0, *flags):
+    def batch(n, step, places=None, *flags):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
         given = SimpleNamespace(tokenizer=tiny[1], problems=problems)
         found = train.batch_of_step(given, step,
-                                    settings("--prompts-per-step=4", *flags), attempt)
+                                    settings("--prompts-per-step=4", "--max-resample=3", *flags),
+                                    places)
         pairs = zip(found.problems, found.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
         return tuple(found.prompts), [g.initial_seed() for g in found.generators]
 
     epochs = [[batch(18, step)[0] for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     assert [len({*sum(epoch, ())}) for epoch in epochs] == [16, 16] and epochs[0] != epochs[1]
-    ways = [(3,), (4,), (3, 0, "--seed=1"), (3, 1), (3, 2), (4, 1)]
+    ways = [(3,), (4,), (3, None, "--seed=1"), *((step, range(n, n + 4))
+                                                 for step, n in ((3, 0), (3, 4), (4, 0)))]
     drawn = [batch(12, *way) for way in ways]
     assert drawn == [batch(12, *way) for way in ways]
     assert len({prompts for prompts, _ in drawn}) == 6
     assert len({seed for _, seeds in drawn for seed in seeds}) == 24
-    assert not {*drawn[0][0]} & {*drawn[3][0]}            # 8 others are there, and come first
-    assert {*batch(4, 1, 1)[0]} == {*batch(4, 1)[0]}      # where there are no others
+    others = {*drawn[3][0], *drawn[4][0]}                 # 8 others are there, and come first
+    assert len(others) == 8 and not others & {*drawn[0][0]}
+    assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
+    assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -336,7 +371,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.safetensors", "config.json", "evaluations.jsonl", "final", "metrics.jsonl",
-        "page.html", "samples.jsonl", ".lock"}
+        "samples.jsonl", ".lock"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])
@@ -362,11 +397,13 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     """By the run's own reward: a right answer that became wrong is no success."""
     run, nan = run_in(tmp_path), math.nan
-    for answers in ([("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
-                    [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)]):
-        run.compare([{"problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
-                     for x, (text, earned) in zip("1234", answers)])
-    run.history = [{"step": 0, "eval_reward": 0.3}]
+    for step, answers in enumerate((
+            [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
+            [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
+        run.append("evaluations.jsonl", *(
+            {"step": step, "problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+            for x, (text, earned) in zip("1234", answers)))
+        run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out
@@ -395,19 +432,22 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
-    """An evaluation of its folder has them, too; a flag that is given wins."""
+    """The command that is printed goes on; an evaluation of its folders has them, too."""
     folder = finished_run.folder
-    command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
-    assert command[::2] == ["--config", "--model"]
+    printed = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
+    assert printed == ["--resume", str(folder), "--steps", "6"] and train.parse(printed).steps == 6
+    command = ["--config", f"{folder}/config.json", "--model", f"{folder}/final"]
     first = vars(train.parse(FLAGS))
     expected = {name: first[name] for name in train.FIELDS.keys() - {
         "model", "offload", "dtype", *train.THIS_CALL}} | {"model": f"{folder}/final"}
     for words in (command, [*command[:2], "--model", str(folder)],
-                  ["--eval-only", "--model", str(folder)]):
+                  ["--eval-only", "--model", str(folder)],
+                  ["--eval-only", "--model", f"{folder}/final"]):
         assert expected.items() <= vars(train.parse(words)).items()
     assert train.parse(["--eval-only", "--model", str(folder), "--lr=0.5"]).lr == 0.5
-    for words in (["--model", str(folder)], ["--eval-only", "--model", f"{folder}/final"]):
-        assert train.parse(words).data == "gsm8k"         # another model brings none
+    best = ["--eval-only", "--model", f"{folder}/best"]
+    assert train.parse(best).data == first["data"]
+    assert train.parse(["--model", str(folder)]).data == "gsm8k"  # to train on it brings none
     assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
 
 
@@ -416,7 +456,7 @@ def test_eval_only_prints_the_figures(capsys):
     out = capsys.readouterr().out
     assert "8 problems" in out and "4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
-    problems = reward.load_problems(p.settings.eval_data)[:8]
+    problems = reward.distinct(reward.load_problems(p.settings.eval_data), 8)
     p = parts_of(p, problems)
     greedy, _ = train.evaluate(p, p.settings)
     sampled, answers = train.evaluate(p, p.settings, 4, 1.0)
@@ -427,6 +467,36 @@ def test_eval_only_prints_the_figures(capsys):
     figures = reward.figures_of([row["answer"] for row in answers], reward.truths_of(problems), 4)
     assert {"pass@1", "pass@2", "pass@4"} <= figures.keys()
     assert all(re.search(rf"\n{name} +{value:.4f}\n", out) for name, value in figures.items())
+
+
+def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):
+    """And the limit takes any of them, wherever they stand in the file."""
+    lines = (train.TINY / "few.jsonl").read_text().splitlines()
+    asked = []
+    for order in (lines * 3, lines[::-1]):
+        (tmp_path / "d.jsonl").write_text("\n".join(order))
+        s = settings(f"--data={train.TINY / 'few.jsonl'}", f"--eval-data={tmp_path / 'd.jsonl'}",
+                     "--eval-limit=5")
+        asked.append([problem["question"] for problem in train.load(s).eval_problems])
+        told = "--eval-data: 96 problems, of which 32 differ" in capsys.readouterr().out
+        assert told == (len(order) == 96)
+    assert sorted(asked[0]) == sorted(asked[1]) and asked[0] == asked[1][::-1]
+    assert asked[0] != [json.loads(line)["question"] for line in lines[:5]]
+
+
+def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
+    """And no line of the rule, where nothing has a box."""
+    rewards = "--reward", f"{MINE}:length", "think"
+    folder = trained(tmp_path / "run", *SHORT, f"--data={train.TINY / 'few.jsonl'}", "--steps=1",
+                     *rewards)
+    assert {"reward/length", "reward/think"} < lines_of(folder / "evaluations.jsonl")[0].keys()
+    capsys.readouterr()
+    for more, boxed in ((), True), (["--max-new-tokens=2"], False):
+        trains("--eval-only", f"--model={folder}", f"--against={TINY}", *rewards, *more)
+        out = capsys.readouterr().out
+        assert "\nreward/length " in out and "\nreward/think " in out
+        assert ("\nright " in out) == ("\nboxed " in out) == boxed
+        assert out.count(", p ") == 1 + boxed
 
 
 def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
@@ -442,6 +512,39 @@ def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
     assert train.compared(before, after, "reward") in out
 
 
+def test_a_comparison_tells_what_the_other_was_trained_by(capsys, finished_run, tmp_path):
+    """Else the order of the two would decide who wins; in both orders it is told."""
+    short = tmp_path / "short"
+    trains(*FLAGS, "--max-new-tokens=4", "--system-prompt=Ben", "--steps=1", f"--output={short}")
+    for model, other, limit in (finished_run.folder, short, 4), (short, finished_run.folder, 16):
+        capsys.readouterr()
+        trains("--eval-only", f"--model={model}/final", f"--against={other}", "--eval-limit=2")
+        lines = [line for line in capsys.readouterr().out.splitlines()
+                 if line.startswith(f"--against {other}")]
+        assert ["--system-prompt" in line for line in lines] == [True, False]
+        assert lines[1].endswith(f"--max-new-tokens {20 - limit}, its run had {limit}")
+
+
+def test_a_folder_of_somebody_runs_no_code(capsys, monkeypatch, tmp_path):
+    """A run's config that names code, unless the command names it, or the file, or resumes."""
+    folder = tmp_path / "run"
+    code = tmp_path / "r.py"
+    code.write_text("def f(completions, **_):\n    return [0.0 for _ in completions]\n")
+    trains(*FLAGS, f"--reward={code}:f", "--steps=1", f"--output={folder}")
+    (folder / "best").mkdir(exist_ok=True)
+    for name in ("", "/final", "/best"):
+        capsys.readouterr()
+        line = refused(capsys, "--eval-only", f"--model={folder}{name}")
+        assert f"{code}:f" in line and "--reward" in line and "config.json" in line
+    named = ["--eval-only", f"--model={folder}", f"--reward={code}:f"]
+    assert train.parse(named).max_new_tokens == 16
+    assert capsys.readouterr().out == ""
+    train.parse([f"--config={folder}/config.json"])
+    assert f"{code}:f" in capsys.readouterr().out
+    train.parse([f"--resume={folder}"])
+    assert capsys.readouterr().out == ""
+
+
 def test_a_comparison_counts_what_was_gained_and_lost():
     def rows(rewards):
         return [{"right": reward, "reward": 1.5 * reward} for reward in rewards]
@@ -449,9 +552,9 @@ def test_a_comparison_counts_what_was_gained_and_lost():
     before = rows([True] * 68 + [False] * 132)            # 0.340 of 200
     after = rows([True] * 60 + [False] * 8 + [True] * 41 + [False] * 91)
     line = train.compared(before, after, "right")
-    assert "0.340 ± 0.033 → 0.505 ± 0.035" in line and "41 gained, 8 lost, p < 0.001" in line
+    assert "0.340 ± 0.034 → 0.505 ± 0.035" in line and "41 gained, 8 lost, p < 0.001" in line
     assert "difference 0.165 ± 0.033" in line and "chance" not in line
-    assert "0.247 ± 0.049" in train.compared(before, after, "reward")
+    assert "0.247 ± 0.050" in train.compared(before, after, "reward")
     few = train.compared(rows([True, False, False]), rows([True, True, True]), "right")
     assert "2 gained, 0 lost, p = 0.500" in few and "chance" in few
     unknown = [{"reward": 1.0}, {"reward": 0.0}]          # no true answer

@@ -7,7 +7,7 @@
     python tests/tools/benchmark.py real --steps 3  # the task of tests/real/real_model.py
     python tests/tools/benchmark.py real --steps 20 --bf16  # and does it learn as well there
     python tests/tools/benchmark.py --scaling  # ours alone: twice the groups, answers, prompts
-    python tests/tools/benchmark.py small --against=--plain             # with and without a flag
+    python tests/tools/benchmark.py small --against=--no-fast           # with and without a flag
     python tests/tools/benchmark.py qwen0.5b --profile  # where a step of ours spends its time
     python tests/tools/benchmark.py --head  # [D]'s head alone: lean, and with all the logits
 

@@ -175,12 +175,12 @@ def print_memory(layers, flags):
         asked = train.parse([f"--model={folder}", "--sampler-correction=2", "--device=cuda:0",
                              f"--eval-data={train.TINY / 'test.jsonl'}", *flags])
         s = train.plan_memory(asked)
-        dtype = getattr(torch, s.dtype)
-        model = train.model_without_storage("--model", folder, dtype)
-    rows = train.memory(s, model, torch.device("cuda"))
-    counted = rows[train.DEVICE] / GB
+        [(_, rows, _)] = train.counted_ways(s)
+    dtype = getattr(torch, s.dtype)
+    counted = rows["in all"] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
-    if not s.plain:
+    policy.fast = s.fast
+    if s.fast:
         logprob.use_fast_paths(policy)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s, reference)

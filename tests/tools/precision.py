@@ -38,7 +38,7 @@ def rounded(weights, dtype, masters, change=None, part=0):
     found = {}
     for i, (name, weight) in enumerate(weights.items()):
         half = weight.to(dtype)
-        master = train.off_grid(half, 0, i) if masters == "off grid" else half.float()
+        master = train.dither(half, 0, i) if masters == "off grid" else half.float()
         if change:
             master += part * change[name]
         found[name] = master.to(dtype).float()

@@ -287,8 +287,8 @@ def run_one(output, arm, seed, steps, real=""):
         # Every right answer becomes more likely, and a wrong one teaches nothing.
         return (rewards >= 1).float()
 
-    def with_more(rollout, batch, updates, seconds, settings):
-        metrics = step_metrics(rollout, batch, updates, seconds, settings)
+    def with_more(rollout, *rest):
+        metrics, settings = step_metrics(rollout, *rest), rest[-1]
         metrics["group_std"] = group_std(rollout.rewards, settings.group_size)
         return metrics | others.accuracy
 

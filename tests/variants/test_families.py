@@ -45,10 +45,11 @@ def test_logprobs_and_gradients(name):
     expected_gradient = gradient_of(model, (expected * weights).sum())
     # In training mode dropout would come back
     for fast, dropout in itertools.product((True, False), (None, 0.5)):
-        measured = family(name, fast=fast, dropout=dropout)
-        with logprob.layers_checkpointed(measured, dropout):
-            actual, _ = token_logprobs(measured, input_ids, labels)
-            error = gradient_of(measured, (actual * weights).sum()) - expected_gradient
+        measured = copy.deepcopy(family(name, fast=fast, dropout=dropout))
+        if dropout:
+            logprob.checkpoint_layers(measured)
+        actual, _ = token_logprobs(measured, input_ids, labels)
+        error = gradient_of(measured, (actual * weights).sum()) - expected_gradient
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert error.norm() <= 1e-5 * expected_gradient.norm()
 
@@ -104,9 +105,10 @@ ALIKE = [COMMON + f" w{5 + 3 * n}" * (1 + n % 4) for n in range(12)]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers(name):
     """The most likely token after each, by its own forward pass; and log-probs of these tokens."""
-    model = family(name)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
-    for prompts in (PROMPTS, ALIKE):
+    for prompts, fast in ((PROMPTS, True), (ALIKE, True), (PROMPTS, False)):
+        model = family(name, fast=fast)
+        model.fast = fast
         rollout = sample.sample_groups(model, tokenizer, prompts, 1, 5, temperature=0)
         with torch.no_grad():
             logits = model(rollout.input_ids, use_cache=False).logits[:, :-1]
@@ -115,7 +117,6 @@ def test_greedy_answers(name):
         torch.testing.assert_close(rollout.logprobs, logp.where(rollout.mask, 0), rtol=0, atol=1e-4)
         for row, finished in zip(rollout.answer_ids, rollout.finished):
             assert finished == (SHAPE["eos_token_id"] in row) and (finished or len(row) == 5)
-    assert not sample.PLAIN                              # every family takes the fast step
 
 
 @pytest.mark.parametrize("name, reason", [*((name, "keep a state") for name in STATEFUL),

