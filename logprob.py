@@ -58,7 +58,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     """
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
-    targets, = uploaded(model.device, tree.ids.flatten()[tree.labelled])          # (M,)
+    targets, = to_device(model.device, tree.ids.flatten()[tree.labelled])         # (M,)
     logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
     measured = {name: in_rows(tree, values) for name, values in measured.items()}
     return in_rows(tree, logprobs), measured
@@ -78,7 +78,7 @@ def measured_of(logp):
     return {"entropy": -(p * logp).sum(dim=1)}
 
 
-def together(scored):
+def concatenated(scored):
     """[(log-probs, measured) of each chunk] -> those of all M rows."""
     logprobs, measured = zip(*scored)
     return torch.cat(logprobs), {name: torch.cat([part[name] for part in measured])
@@ -123,7 +123,7 @@ class FusedNorm(torch.nn.Module):
         return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-def uploaded(device, *tensors):
+def to_device(device, *tensors):
     """A CPU's tensors on `device`, copied from pinned memory, so that the CPU does not wait."""
     if device.type == "cuda":
         tensors = [x.pin_memory() for x in tensors]
@@ -170,7 +170,7 @@ class LeanHead(torch.autograd.Function):
         slope = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
-        return together(scored)
+        return concatenated(scored)
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -242,7 +242,7 @@ def head_logprobs(model, hidden, targets, temperature, measure):
         # p log p is 0 where p is 0; a log-prob of -inf would make it NaN.
         return chosen, measured_of(logp.detach().clamp(min=-1e9)) if measure else {}
 
-    return together([checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
+    return concatenated([checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
                      for rows in chunks(hidden, head.weight)])
 
 
@@ -261,6 +261,7 @@ def with_moments(optimizer):
 
 
 def to_float32(weight):
+    """Its gradient, in float32 from now on."""
     weight.grad = weight.grad.float()
 
 
@@ -420,7 +421,7 @@ class LoraAdamW(torch.optim.AdamW):
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
 
-BEHIND = 2**40                           # in place of an id behind the last label: it sorts last
+AFTER_LABELS = 2**40                     # in place of an id behind the last label: it sorts last
 
 
 class Tree(NamedTuple):
@@ -444,21 +445,21 @@ def prefix_tree(input_ids, labels):
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
     ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
-    rows = (2 * input_ids + is_label).where(column <= ends, BEHIND)               # (N, S)
+    rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
-    ends = (rows < BEHIND).sum(dim=1) - 1
+    ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
     is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
     labelled = place[is_new & (rows % 2 == 1)]
-    return Tree(rows % BEHIND // 2, first, runs, nodes, ends, labelled, row_of)
+    return Tree(rows % AFTER_LABELS // 2, first, runs, nodes, ends, labelled, row_of)
 
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    labelled, back = uploaded(values.device, tree.labelled, tree.first[tree.row_of, 1:])
+    labelled, back = to_device(values.device, tree.labelled, tree.first[tree.row_of, 1:])
     return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
 
 
@@ -474,13 +475,13 @@ def hidden_states(model, tree):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
-        positions, = uploaded(model.device, positions)
+        positions, = to_device(model.device, positions)
         attention = flash_attention if has_flash(model) else padded_attention
         options = dict(
             position_ids=positions,
             attention_mask=positions[None, None],        # any of four dimensions: else it makes one
             attend=attention(model, tree))               # handed on to the attention of every layer
-    ids, before = uploaded(model.device, ids, before)
+    ids, before = to_device(model.device, ids, before)
     body = model.get_decoder()                           # what returns hidden states
     if body is model:                                    # as Llama 4 says
         body = model.base_model.model
@@ -503,16 +504,16 @@ def flash_attention(model, tree):
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
-    keys, bounds = uploaded(model.device, keys, bounds)
+    keys, bounds = to_device(model.device, keys, bounds)
 
     # torch 2.11 shares key heads without being told to.
-    shared = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    kwargs = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
     def attend(q, k, v, scaling):
         both = torch.cat((k, v), dim=1)                  # one gather is faster than two
         k, v = both[keys].chunk(2, dim=1)
         return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
-                           scale=scaling, **shared)
+                           scale=scaling, **kwargs)
 
     return attend
 
@@ -535,10 +536,10 @@ def padded_attention(model, tree):
         queries = nodes[rows].gather(1, position)                                 # (M, A)
         is_hidden = column[:keys.shape[1]] > position[:, None, :, None]           # (M, 1, A, K)
         mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
-        calls.append(uploaded(model.device, queries, keys, mask))
+        calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
     # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])       # (T,)
+    back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
 
     def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
@@ -549,14 +550,14 @@ def padded_attention(model, tree):
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             repeats = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
-        found = []
+        outputs = []
         for queries, keys, mask in calls:
             out = scaled_dot_product_attention(
                 padded(q, queries),                                               # (M, H, A, D)
                 padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
                 mask, scale=scaling, enable_gqa=True)
-            found.append(out.transpose(1, 2).flatten(0, 1))                       # (M * A, Hq, D)
-        return torch.cat(found).index_select(0, back)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
+        return torch.cat(outputs).index_select(0, back)
 
     return attend
 
@@ -607,14 +608,15 @@ def cut_rows(input_ids, labels, token_budget, share):
         fitting = [start for start in range(stop)
                    if start == stop - 1 or tokens(start, stop) <= token_budget]
         best.append(min((best[start][0] + again[start], start) for start in fitting))
-    found = []
+    micro_batches = []
     stop = len(order)
     while stop:
         _, start = best[stop]
         is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
-        found.append((is_chosen.nonzero().flatten(), max(lengths[start:stop]) + 1))
+        rows = is_chosen.nonzero().flatten()
+        micro_batches.append((rows, max(lengths[start:stop]) + 1))
         stop = start
-    return found[::-1]
+    return micro_batches[::-1]
 
 
 def checkpoint_layers(model):

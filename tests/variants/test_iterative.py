@@ -155,7 +155,7 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
     assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
     assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
     assert all(p.grad is None for p in learner.model.parameters())
-    monkeypatch.setattr(reward, "PAIRS_KEPT", 8)
+    monkeypatch.setattr(reward, "MAX_PAIRS", 8)
     learner = fresh_learner()
     for first, last in ((0, 8), (8, 20)):
         reward.collect_pairs(learner, worked_and_guessed(first, last), 2, generator)
