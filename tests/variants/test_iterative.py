@@ -44,7 +44,7 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    return reward.open_reward_model(MODEL, 1e-3)[0]
+    return reward.open_reward_model(MODEL, 1e-3, "cpu")[0]
 
 
 # --- The iteration --------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_what_a_step_function_gives_is_looked_at(second):
 @pytest.mark.parametrize("change, said", [
     (shutil.rmtree, "cannot be loaded"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
-    (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
+    (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "2 labels"),
     (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a")])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")
