@@ -59,8 +59,8 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
     targets, = to_device(model.device, tree.ids.flatten()[tree.labelled])         # (M,)
-    logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
-    measured = {name: in_rows(tree, values) for name, values in measured.items()}
+    logprobs, entropy = head_logprobs(model, hidden, targets, temperature, measure)
+    measured = {"entropy": in_rows(tree, entropy)} if measure else {}
     return in_rows(tree, logprobs), measured
 
 
@@ -72,17 +72,10 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: speed, memory, the command.
 
-def measured_of(logp):
-    """What is measured of each token's distribution, log-probs (m, V) in nats -> {name: (m,)}."""
+def entropy_of(logp):
+    """The entropy of each token's distribution, log-probs (m, V) -> (m,), in nats."""
     p = logp.exp()
-    return {"entropy": -(p * logp).sum(dim=1)}
-
-
-def concatenated(scored):
-    """[(log-probs, measured) of each chunk] -> those of all M rows."""
-    logprobs, measured = zip(*scored)
-    return torch.cat(logprobs), {name: torch.cat([part[name] for part in measured])
-                                 for name in measured[0]}
+    return -(p * logp).sum(dim=1)
 
 
 # Families with fast paths: logits are one matrix product of hidden states, and attention is plain
@@ -153,7 +146,7 @@ def logits_at_a_time(M, V):
 # logits made again, in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; what is measured."""
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; entropies, if asked."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
@@ -162,7 +155,7 @@ class LeanHead(torch.autograd.Function):
         slopes = []                              # of -log p(target), but for the temperature
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
-            scored.append((chosen, measured_of(logp) if measure else {}))
+            scored.append((chosen, entropy_of(logp) if measure else chosen[:0]))
             if ctx.needs_input_grad[0]:
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
@@ -170,7 +163,9 @@ class LeanHead(torch.autograd.Function):
         slope = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
-        return concatenated(scored)
+        logprobs, entropy = map(torch.cat, zip(*scored))
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -211,10 +206,8 @@ def scaled_logits(hidden, weight, temperature):
         # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
         # the whole model: a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    try:
-        logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
-    finally:
-        torch.set_float32_matmul_precision(usual)
+    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
@@ -224,7 +217,7 @@ def in_float32(x):
 
 
 def head_logprobs(model, hidden, targets, temperature, measure):
-    """hidden (M, H), targets (M,) -> log-probs (M,); what is measured, {name: (M,)}."""
+    """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), or none without `measure`."""
     head = model.get_output_embeddings()
     if is_fast(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
@@ -240,10 +233,11 @@ def head_logprobs(model, hidden, targets, temperature, measure):
         logp = (logits / temperature).log_softmax(dim=1)
         chosen = logp.gather(1, targets[:, None])[:, 0]                           # (m,)
         # p log p is 0 where p is 0; a log-prob of -inf would make it NaN.
-        return chosen, measured_of(logp.detach().clamp(min=-1e9)) if measure else {}
+        return chosen, entropy_of(logp.detach().clamp(min=-1e9)) if measure else chosen[:0]
 
-    return concatenated([checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
-                     for rows in chunks(hidden, head.weight)])
+    scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
+              for rows in chunks(hidden, head.weight)]
+    return map(torch.cat, zip(*scored))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,15 +307,12 @@ class MasterAdamW(torch.optim.AdamW):
 # works. Only the backward pass and the optimizer know the factors.
 
 def linears_of(model):
-    """{name: module} of every Linear but the head. ValueError: others would stay frozen."""
-    linears = {}
+    """{name: module} of every Linear but the head; other matrices, as of experts, stay frozen."""
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        is_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
-        if is_matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            raise ValueError(f"{name}: not a Linear, and would not be trained")
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            linears[name] = module
+    linears = {name: module for name, module in model.named_modules()
+               if isinstance(module, torch.nn.Linear) and module is not head}
+    if not linears:
+        raise ValueError(f"{model.config.model_type} models have no Linear but the head")
     return linears
 
 
@@ -492,8 +483,7 @@ def hidden_states(model, tree):
 def has_flash(model):
     """Whether attention can run on rows of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available())
+            and torch.cuda.get_device_capability(model.device) >= (8, 0))
 
 
 def flash_attention(model, tree):
@@ -638,10 +628,7 @@ def main():
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name or a model's folder")
-    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
-    if not args.temperature > 0:
-        raise ValueError("--temperature: must be above 0")
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
@@ -652,7 +639,7 @@ def main():
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
-        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0][0]      # (S-1,)
+        logprobs = token_logprobs(model, input_ids, labels)[0][0]                 # (S-1,)
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt + response):
         shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."
