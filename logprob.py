@@ -58,9 +58,9 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     """
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
-    targets, = uploaded(model.device, tree.ids.flatten()[tree.labelled])          # (M,)
-    logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
-    measured = {name: in_rows(tree, values) for name, values in measured.items()}
+    targets, = to_device(model.device, tree.ids.flatten()[tree.labelled])         # (M,)
+    logprobs, entropy = head_logprobs(model, hidden, targets, temperature, measure)
+    measured = {"entropy": in_rows(tree, entropy)} if measure else {}
     return in_rows(tree, logprobs), measured
 
 
@@ -72,17 +72,10 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: speed, memory, the command.
 
-def measured_of(logp):
-    """What is measured of each token's distribution, log-probs (m, V) in nats -> {name: (m,)}."""
+def entropy_of(logp):
+    """The entropy of each token's distribution, log-probs (m, V) -> (m,), in nats."""
     p = logp.exp()
-    return {"entropy": -(p * logp).sum(dim=1)}
-
-
-def together(scored):
-    """[(log-probs, measured) of each chunk] -> those of all M rows."""
-    logprobs, measured = zip(*scored)
-    return torch.cat(logprobs), {name: torch.cat([part[name] for part in measured])
-                                 for name in measured[0]}
+    return -(p * logp).sum(dim=1)
 
 
 # Families with fast paths: logits are one matrix product of hidden states, and attention is plain
@@ -123,7 +116,7 @@ class FusedNorm(torch.nn.Module):
         return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-def uploaded(device, *tensors):
+def to_device(device, *tensors):
     """A CPU's tensors on `device`, copied from pinned memory, so that the CPU does not wait."""
     if device.type == "cuda":
         tensors = [x.pin_memory() for x in tensors]
@@ -153,7 +146,7 @@ def logits_at_a_time(M, V):
 # logits made again, in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; what is measured."""
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; entropies, if asked."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
@@ -162,7 +155,7 @@ class LeanHead(torch.autograd.Function):
         slopes = []                              # of -log p(target), but for the temperature
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
-            scored.append((chosen, measured_of(logp) if measure else {}))
+            scored.append((chosen, entropy_of(logp) if measure else chosen[:0]))
             if ctx.needs_input_grad[0]:
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
@@ -170,7 +163,9 @@ class LeanHead(torch.autograd.Function):
         slope = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
-        return together(scored)
+        logprobs, entropy = map(torch.cat, zip(*scored))
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -211,10 +206,8 @@ def scaled_logits(hidden, weight, temperature):
         # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
         # the whole model: a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    try:
-        logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
-    finally:
-        torch.set_float32_matmul_precision(usual)
+    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
@@ -224,7 +217,7 @@ def in_float32(x):
 
 
 def head_logprobs(model, hidden, targets, temperature, measure):
-    """hidden (M, H), targets (M,) -> log-probs (M,); what is measured, {name: (M,)}."""
+    """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), or none without `measure`."""
     head = model.get_output_embeddings()
     if is_fast(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
@@ -240,10 +233,11 @@ def head_logprobs(model, hidden, targets, temperature, measure):
         logp = (logits / temperature).log_softmax(dim=1)
         chosen = logp.gather(1, targets[:, None])[:, 0]                           # (m,)
         # p log p is 0 where p is 0; a log-prob of -inf would make it NaN.
-        return chosen, measured_of(logp.detach().clamp(min=-1e9)) if measure else {}
+        return chosen, entropy_of(logp.detach().clamp(min=-1e9)) if measure else chosen[:0]
 
-    return together([checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
-                     for rows in chunks(hidden, head.weight)])
+    scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
+              for rows in chunks(hidden, head.weight)]
+    return map(torch.cat, zip(*scored))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -261,6 +255,7 @@ def with_moments(optimizer):
 
 
 def to_float32(weight):
+    """Its gradient, in float32 from now on."""
     weight.grad = weight.grad.float()
 
 
@@ -312,15 +307,12 @@ class MasterAdamW(torch.optim.AdamW):
 # works. Only the backward pass and the optimizer know the factors.
 
 def linears_of(model):
-    """{name: module} of every Linear but the head. ValueError: others would stay frozen."""
-    linears = {}
+    """{name: module} of every Linear but the head; other matrices, as of experts, stay frozen."""
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        is_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
-        if is_matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            raise ValueError(f"{name}: not a Linear, and would not be trained")
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            linears[name] = module
+    linears = {name: module for name, module in model.named_modules()
+               if isinstance(module, torch.nn.Linear) and module is not head}
+    if not linears:
+        raise ValueError(f"{model.config.model_type} models have no Linear but the head")
     return linears
 
 
@@ -420,7 +412,7 @@ class LoraAdamW(torch.optim.AdamW):
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
 
-BEHIND = 2**40                           # in place of an id behind the last label: it sorts last
+AFTER_LABELS = 2**40                     # in place of an id behind the last label: it sorts last
 
 
 class Tree(NamedTuple):
@@ -444,21 +436,21 @@ def prefix_tree(input_ids, labels):
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
     ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
-    rows = (2 * input_ids + is_label).where(column <= ends, BEHIND)               # (N, S)
+    rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
-    ends = (rows < BEHIND).sum(dim=1) - 1
+    ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
     is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
     labelled = place[is_new & (rows % 2 == 1)]
-    return Tree(rows % BEHIND // 2, first, runs, nodes, ends, labelled, row_of)
+    return Tree(rows % AFTER_LABELS // 2, first, runs, nodes, ends, labelled, row_of)
 
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    labelled, back = uploaded(values.device, tree.labelled, tree.first[tree.row_of, 1:])
+    labelled, back = to_device(values.device, tree.labelled, tree.first[tree.row_of, 1:])
     return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
 
 
@@ -474,13 +466,13 @@ def hidden_states(model, tree):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
-        positions, = uploaded(model.device, positions)
+        positions, = to_device(model.device, positions)
         attention = flash_attention if has_flash(model) else padded_attention
         options = dict(
             position_ids=positions,
             attention_mask=positions[None, None],        # any of four dimensions: else it makes one
             attend=attention(model, tree))               # handed on to the attention of every layer
-    ids, before = uploaded(model.device, ids, before)
+    ids, before = to_device(model.device, ids, before)
     body = model.get_decoder()                           # what returns hidden states
     if body is model:                                    # as Llama 4 says
         body = model.base_model.model
@@ -491,8 +483,7 @@ def hidden_states(model, tree):
 def has_flash(model):
     """Whether attention can run on rows of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available())
+            and torch.cuda.get_device_capability(model.device) >= (8, 0))
 
 
 def flash_attention(model, tree):
@@ -503,16 +494,16 @@ def flash_attention(model, tree):
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
-    keys, bounds = uploaded(model.device, keys, bounds)
+    keys, bounds = to_device(model.device, keys, bounds)
 
     # torch 2.11 shares key heads without being told to.
-    shared = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    kwargs = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
     def attend(q, k, v, scaling):
         both = torch.cat((k, v), dim=1)                  # one gather is faster than two
         k, v = both[keys].chunk(2, dim=1)
         return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
-                           scale=scaling, **shared)
+                           scale=scaling, **kwargs)
 
     return attend
 
@@ -535,10 +526,10 @@ def padded_attention(model, tree):
         queries = nodes[rows].gather(1, position)                                 # (M, A)
         is_hidden = column[:keys.shape[1]] > position[:, None, :, None]           # (M, 1, A, K)
         mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
-        calls.append(uploaded(model.device, queries, keys, mask))
+        calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
     # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])       # (T,)
+    back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
 
     def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
@@ -549,14 +540,14 @@ def padded_attention(model, tree):
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             repeats = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
-        found = []
+        outputs = []
         for queries, keys, mask in calls:
             out = scaled_dot_product_attention(
                 padded(q, queries),                                               # (M, H, A, D)
                 padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
                 mask, scale=scaling, enable_gqa=True)
-            found.append(out.transpose(1, 2).flatten(0, 1))                       # (M * A, Hq, D)
-        return torch.cat(found).index_select(0, back)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
+        return torch.cat(outputs).index_select(0, back)
 
     return attend
 
@@ -607,14 +598,15 @@ def cut_rows(input_ids, labels, token_budget, share):
         fitting = [start for start in range(stop)
                    if start == stop - 1 or tokens(start, stop) <= token_budget]
         best.append(min((best[start][0] + again[start], start) for start in fitting))
-    found = []
+    micro_batches = []
     stop = len(order)
     while stop:
         _, start = best[stop]
         is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
-        found.append((is_chosen.nonzero().flatten(), max(lengths[start:stop]) + 1))
+        rows = is_chosen.nonzero().flatten()
+        micro_batches.append((rows, max(lengths[start:stop]) + 1))
         stop = start
-    return found[::-1]
+    return micro_batches[::-1]
 
 
 def checkpoint_layers(model):
@@ -636,10 +628,7 @@ def main():
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name or a model's folder")
-    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
-    if not args.temperature > 0:
-        raise ValueError("--temperature: must be above 0")
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
@@ -650,7 +639,7 @@ def main():
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
-        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0][0]      # (S-1,)
+        logprobs = token_logprobs(model, input_ids, labels)[0][0]                 # (S-1,)
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt + response):
         shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."

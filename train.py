@@ -69,10 +69,11 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, asked_of, blame, column, compared, is_right
-from reward import out_of_memory, row_of, score_responses, shuffled, symptoms, truth_in_words
-from reward import truths_of, with_error
-from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
+from reward import HERE, BadInput, blame, column, compared, is_right
+from reward import out_of_memory, row_of, score_responses, select_kwargs, shuffled, symptoms
+from reward import truth_in_words, truths_of, with_error
+from sample import chat_prompt, length_limit, one_line, sample_groups, take
+from sample import with_progress, words_of
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
@@ -164,7 +165,7 @@ def backward(parts, rollout, s):
         if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
             options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **asked_of(grpo_loss, options))
+                                  loss_mask(micro, s), **select_kwargs(grpo_loss, options))
         loss.backward()
         sums.update(metrics)
     return sums, scored
@@ -321,7 +322,7 @@ def advantages_of(parts, rollout, s):
     if s.advantage == "gdpo" and not rollout.reward_parts:
         raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**asked_of(function, columns)).float()
+        advantages = function(**select_kwargs(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
@@ -353,7 +354,7 @@ def micro_batches(model, rollout, s):
     # tokens of a prompt. They are not in the mask, so they count for nothing.
     missing = max(from_all_ranks(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
-    return ticking(cuts, desc="micro-batches")
+    return with_progress(cuts, desc="micro-batches")
 
 
 def token_logprobs_of(model, rollout, rows, width, s, measure=True):
@@ -1018,7 +1019,7 @@ def checked_problems(name, source, tokenizer, s):
 
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, partial(ticking, desc=f"reading {source}"))
+                                        check, partial(with_progress, desc=f"reading {source}"))
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")

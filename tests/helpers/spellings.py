@@ -44,11 +44,11 @@ x ≤ 3  x≤3  x \le 3  x\leq3  x <= 3  x \leqslant 3  x ⩽ 3
 x ≥ y  x \ge y  x\geq y  x >= y  x \geqslant y
 x ≠ 3  x \ne 3  x\neq3  x != 3  x \not= 3
 x < 3  x<3  x \lt 3
-±5  \pm 5  \pm5  +/-5  x = ±5
+±5  \pm 5  \pm5  x = ±5
 3 ± √2  3\pm\sqrt{2}
 ∅  \varnothing  \emptyset  $\emptyset$
 A ∪ B  A\cup B  A \cup B
-(-∞, 1) ∪ (2, ∞)  (-\infty,1)\cup(2,\infty)  (-∞, 1) U (2, ∞)
+(-∞, 1) ∪ (2, ∞)  (-\infty,1)\cup(2,\infty)
 A ∩ B  A \cap B
 x ∈ ℝ  x \in \mathbb{R}
 ∠ABC  \angle ABC
@@ -74,9 +74,9 @@ x^{\frac{1}{2}}  x^{1/2}  x^{\frac12}
 2+3 i  2+3i
 \tan^{-1} x  \tan^{-1}x
 5 and 6  5, 6  5 or 6  5\text{ and }6
-|x|  \lvert x \rvert  \left|x\right|
+|x|  \left|x\right|
 f'(x)  f’(x)  f′(x)
-{1, 2, …}  {1,2,\ldots}  {1, 2, ...}  {1, 2, \dots}
+{1, 2, …}  {1, 2, ...}
 3:45 PM  3:45 p.m.  3:45pm  3:45 P.M.  3:45 \text{ PM}  3:45\,\text{p.m.}
 9 AM  9am  9 a.m.
 (2,500)  (2, 500)  \left(2, 500\right)  $(2,500)$  (2,\,500)

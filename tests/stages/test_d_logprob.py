@@ -205,19 +205,18 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     targets = torch.randint(13, (300,), generator=generator)
     hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
     weight.grad_dtype = grad_dtype or dtype
-    logprobs, measured = LeanHead.apply(hidden, weight, targets, temperature, True)
+    logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, True)
     logprobs.backward(grad)
     assert hidden.grad.dtype == dtype and weight.grad.dtype == weight.grad_dtype
     other, frozen = hidden.detach().requires_grad_(), weight.detach()
     without, nothing = LeanHead.apply(other, frozen, targets, temperature, False)
     without.backward(grad)
-    same([without, other.grad, nothing], [logprobs, hidden.grad, {}])
+    same([without, other.grad, nothing], [logprobs, hidden.grad, entropy[:0]])
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
     expected.backward(grad.double())
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    entropy = measured["entropy"]
     exact_entropy = -(logp.exp() * logp).sum(dim=1)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
     assert not entropy.requires_grad
@@ -391,6 +390,3 @@ def test_script_marks_the_response(run_here):
     (found,) = re.findall(r" = (\S+)", last)
     assert float(found) == pytest.approx(sum(float(row[2]) for row in response), abs=1e-3)
     assert run_here(*command, f"--model={TINY}").splitlines()[-1] == last
-    assert run_here(*command, "--temperature=0.5").splitlines()[-1] != last
-    for zero in ("0", "-1", "nan"):
-        assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)

@@ -44,7 +44,7 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    return reward.open_reward_model(MODEL, 1e-3)[0]
+    return reward.open_reward_model(MODEL, 1e-3, "cpu")[0]
 
 
 # --- The iteration --------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
     assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
     assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
     assert all(p.grad is None for p in learner.model.parameters())
-    monkeypatch.setattr(reward, "PAIRS_KEPT", 8)
+    monkeypatch.setattr(reward, "MAX_PAIRS", 8)
     learner = fresh_learner()
     for first, last in ((0, 8), (8, 20)):
         reward.collect_pairs(learner, worked_and_guessed(first, last), 2, generator)
@@ -211,7 +211,7 @@ def test_what_a_step_function_gives_is_looked_at(second):
 @pytest.mark.parametrize("change, said", [
     (shutil.rmtree, "cannot be loaded"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
-    (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
+    (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "2 labels"),
     (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a")])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")

@@ -168,10 +168,7 @@ def test_an_adapter_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
 
 
-@pytest.mark.parametrize("family, changes, name", [
-    ("gpt2", {}, "attn.c_attn"),
-    ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1), "experts")])
-def test_what_is_no_linear_is_refused_and_not_frozen(family, changes, name):
-    model = small_model(family, **changes)
-    with pytest.raises(train.BadInput, match=f"--lora-rank: .*{name}: not a Linear"):
+def test_a_model_without_linears_is_refused():
+    model = small_model("gpt2")
+    with pytest.raises(train.BadInput, match="--lora-rank: gpt2 models have no Linear"):
         train.make_optimizer(model, train.parse(["--lora-rank=4", "--no-offload"]))
