@@ -233,15 +233,15 @@ def test_a_quantised_folder_is_refused_wherever_it_is_opened(capsys, run_here, t
 
 # --- Data -----------------------------------------------------------------------------------------
 def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
-    """One that the model has no room for, and a message without a role."""
+    """One that the model has no room for, and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
-    asked = {"messages": [{"content": "?"}, {"role": "user", "content": "?"}]}
+    asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
     for flag, rows, words in (
             *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on, beside those that "
                "are held out (--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
-            ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no role or no text")):
+            ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith(f"train.py: {flag}") and words in line
