@@ -160,7 +160,7 @@ class LeanHead(torch.autograd.Function):
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
                 del error                        # before the next chunk is made
-        slope = torch.cat(slopes) if slopes else None
+        slope = torch.cat(slopes or [hidden])    # of a frozen body none is asked for
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
         logprobs, entropy = map(torch.cat, zip(*scored))
@@ -650,6 +650,6 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ValueError, RuntimeError) as error:             # also: out of memory
+    except (OSError, TypeError, ValueError, RuntimeError) as error:  # also: out of memory
         print(f"logprob.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)

@@ -175,7 +175,10 @@ def backward(parts, rollout, s):
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
 def plain_grpo(parts, s):
-    """`python train.py --plain`: by the definitions alone, with train_grpo's random numbers."""
+    """`python train.py --plain`: by the definitions alone, with train_grpo's random numbers.
+
+    Gradients are not clipped. Where their norm stays below 1, the rewards are those of train_grpo.
+    """
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
@@ -314,7 +317,7 @@ def advantages_of(parts, rollout, s):
     function = advantage_function(s)
     columns = vars(s) | vars(rollout) | (rollout.measured or {})
     columns |= {"mask": rollout.mask, "all_rows": all_rows}
-    if not parts.reward_of:  # by other rewards than the rule's a positive one is right
+    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
         columns["right"] = is_right(rollout.rule_rewards)
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
@@ -458,7 +461,8 @@ def batch_of_step(parts, step, s, resampled=None):
     if resampled is not None:
         key = (s.seed, "resample", step)
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        order = (others + order) * s.max_resample  # none comes again before all others have
+        # None comes again before all others have. Twice, for a rank may have a group more to draw.
+        order = (others + order) * (2 * s.max_resample)
         mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
@@ -704,7 +708,7 @@ THIS_CALL = "config output resume eval_only against plain trace dry_run".split()
 VARIANTS = """
     reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
     kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
-    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches
+    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches max_grad_norm
 """.split()
 
 
@@ -725,7 +729,7 @@ def config_of(folder):
 def check_code(config, flags, source):
     """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
     for name in ("reward", "step_reward", "reply"):
-        if name not in flags and ".py:" in str(config.get(name)):
+        if name not in flags and ":" in str(config.get(name)):
             line = f"{flag_of(name)}: {source} names code, {config[name]}"
             if "config" not in flags:
                 raise BadInput(f"{line}; to run it, name it in the command, too")
@@ -821,7 +825,7 @@ def parse(words):
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with blame(f"{file}: no JSON object of flags:"):
+    with blame(f"{file}: no JSON object of flags:", (ValueError, OSError, RecursionError)):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is something else")
@@ -841,7 +845,8 @@ def read_config(file):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loading: device, model, tokenizer, problems, reward. Bad input is found before a folder is made.
+# Loading: device, model, tokenizer, problems, reward. Nearly all bad input is found before a folder
+# is made.
 
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
@@ -855,7 +860,8 @@ def load(s):
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
-        sampler = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
+        sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
+                          reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
@@ -870,6 +876,7 @@ def load(s):
                 print0("--renew-reference: no true answer is known, so --reward-model is not "
                        "trained: the rule orders its pairs")
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
+        prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     policy_model = shard(policy_model, s, samples=True)
     if not s.eval_only:
@@ -905,6 +912,8 @@ def check_combinations(s):
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
+        (s.kl_band and s.aggregate == "constant",
+         "--kl-band: needs a KL per token, not --aggregate constant"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (own and (s.around_best or s.advantage == "shape"),
          "--around-best, --advantage shape: work with the rule's reward alone"),
@@ -1005,6 +1014,9 @@ def checked_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = length_limit(AutoConfig.from_pretrained(s.model))
+    T = s.answer_tokens
+    if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
+        T += T // 2
     unknown = []  # of each prompt how many words the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
@@ -1012,10 +1024,10 @@ def checked_problems(name, source, tokenizer, s):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
-        if len(ids) + s.answer_tokens > limit:
-            raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an answer "
-                             f"are more than the model's {limit} positions: lower "
-                             "--max-new-tokens or --max-turns, or take out such problems")
+        if len(ids) + T > limit:
+            raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
+                             f"the model's {limit} positions: lower --max-new-tokens or "
+                             "--max-turns, or take out such problems")
 
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
@@ -1500,6 +1512,7 @@ class Run:
     def replacing(self, name):
         """Yields a path beside the file or folder; what is complete there replaces the old one."""
         new = self.folder / f"{name}.new"
+        shutil.rmtree(new, ignore_errors=True)  # a kill may have left half a folder
         yield new
         if new.is_dir():  # no folder that has files can be replaced
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -1605,7 +1618,7 @@ def load_checkpoint(run, parts, s):
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
         for name, tensor in tensors.items():
-            saved = file.get_tensor(name)
+            saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
             if is_sharded(tensor):
                 saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
             tensor.copy_(saved)
@@ -1613,16 +1626,18 @@ def load_checkpoint(run, parts, s):
         parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the weights are still those of the start
-    on_rank_0(cut_logs, run)
-    run.history = run.records("metrics.jsonl")
+    with blame(f"--resume: a log in {run.name} is not whole:"):
+        on_rank_0(cut_logs, run)
+        run.history = run.records("metrics.jsonl")
     keep_best(run, parts, s)
 
 
 def cut_logs(run):
     """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
     for name, size in run.log_sizes.items():
-        with open(run.folder / name, "ab") as log:
-            log.truncate(min(size, log.tell()))
+        path = run.folder / name
+        if size or path.exists():
+            os.truncate(path, min(size, path.stat().st_size))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1874,7 +1889,10 @@ def print_figures(parts, s):
     if s.against:
         G, T, second = 1, 0.0, s.against
         tell_differences(s)
-        model, parts.tokenizer = load_policy(replace(s, model=s.against), "--against")
+        other = replace(s, model=s.against)
+        model, parts.tokenizer = load_policy(other, "--against")
+        with blame(f"--against {s.against}:"):  # its template and its length may not fit
+            load_data(other, parts.tokenizer)
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")

@@ -408,9 +408,8 @@ def main(argv=None):
     parser.add_argument("--measure", type=Path, nargs="+", default=[], metavar="FOLDER",
                         help="with --steps-per-sum: held-out sums, before training and after it")
     args, flags_of_train = parser.parse_known_args(argv)
-    if args.words != "usual" and not args.steps_per_sum:
-        parser.error("--words: only sums of several steps are told in other words "
-                     "(--steps-per-sum)")
+    if (args.words != "usual" or args.measure) and not args.steps_per_sum:
+        parser.error("--words, --measure: are for sums of several steps (--steps-per-sum)")
     try:
         model_folder(args.folder)
         kinds = (mugs,) if args.mugs else KINDS

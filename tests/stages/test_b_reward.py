@@ -184,6 +184,7 @@ def test_hostile_text_is_scored_at_once(piece):
     for text in (many, f"5{many}", f"5 {many}", f"x{many}"):  # the longest that patterns meet
         canonical(text[: reward.LONGEST])
         canonical(text[: reward.LONGEST - 2] + "=5")
+        canonical(text[: reward.LONGEST - 1] + "!")       # all is read, and then it is no number
     for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
         assert think_answer_reward(text, "63") in (0.0, 0.5)
     assert time.process_time() - start < 10
@@ -492,15 +493,15 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 # --- Evaluation figures ---------------------------------------------------------------------------
 def test_the_mean_of_the_problems_and_its_error():
     rights = torch.tensor([1.0] * 68 + [0.0] * 132, dtype=torch.float64)
-    mean, error = mean_and_error(rights)
+    mean, error, _ = mean_and_error(rights)
     assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 199))
     # Two samples of each problem: the error is that of the problems, however alike the samples are
-    mean, error = mean_and_error(rights.repeat_interleave(2), 2)
+    mean, error, _ = mean_and_error(rights.repeat_interleave(2), 2)
     assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 199))
     some = torch.tensor([1.0, math.nan, 0.0, 1.0])        # one does not apply
-    assert [float(x) for x in mean_and_error(some)] == pytest.approx([2 / 3, 1 / 3])
+    assert [float(x) for x in mean_and_error(some)] == pytest.approx([2 / 3, 1 / 3, 3])
     assert mean_and_error(some[:1])[1].isnan()            # of one problem nobody knows
-    assert all(value.isnan() for value in mean_and_error(some[1:2]))
+    assert all(value.isnan() for value in mean_and_error(some[1:2])[:2])
 
 
 @pytest.mark.parametrize("gained, lost", [(0, 0), (1, 0), (2, 0), (3, 5), (6, 6), (0, 12), (9, 2)])

@@ -212,6 +212,10 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     without, nothing = LeanHead.apply(other, frozen, targets, temperature, False)
     without.backward(grad)
     same([without, other.grad, nothing], [logprobs, hidden.grad, entropy[:0]])
+    head = weight.detach().requires_grad_()               # trained alone
+    head.grad_dtype = weight.grad_dtype
+    LeanHead.apply(hidden.detach(), head, targets, temperature, False)[0].backward(grad)
+    same(head.grad, weight.grad)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
@@ -380,6 +384,7 @@ def test_checkpointed_layers_run_once_more(random_model):
 
 # --- The command ----------------------------------------------------------------------------------
 def test_script_marks_the_response(run_here):
+    run_here("logprob.py", "half a \udc80", status=2)
     command = "logprob.py", "Anna has 9", "9 books loses 4"
     _, *rows, last = run_here(*command).splitlines()
     rows = [row.split(maxsplit=3) for row in rows]

@@ -9,13 +9,14 @@ import functools
 import json
 import math
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same, seeded
-from files import FEW, MINE, SHORT, TINY, checkpoint_of, lines_of, metrics_of
+from files import FEW, MINE, SHORT, TINY, checkpoint_of, edit_json, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import refused, told, trained, trains
 from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, run_in,
@@ -88,10 +89,10 @@ def test_a_step_is_the_definition(monkeypatch):
 def test_plain_is_the_same_run(capsys, tmp_path):
     """`--plain` draws what the other run draws, and earns the same, step by step."""
     flags = (*FEW, "--steps=4", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
-             "--eval-limit=2", "--lr=0.002", "--max-grad-norm=1e9")
+             "--eval-limit=2", "--lr=0.002")
     trains(*flags, "--plain")
     shown = re.findall(r"step +(\d+) +reward (\S+) +accuracy (\S+)", capsys.readouterr().out)
-    trains(*flags, f"--output={tmp_path}")
+    trains(*flags, "--max-grad-norm=1e9", f"--output={tmp_path}")
     assert shown == [(f"{m['step']}", f"{m['reward_mean']:.4f}", f"{m['accuracy']:.4f}")
                      for m in metrics_of(tmp_path)[1:]]
     assert len({reward for _, reward, _ in shown}) > 2    # it has moved
@@ -303,7 +304,7 @@ def test_every_step_asks_its_own_problems(tmp_path):
     assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
 
 
-def test_all_that_is_random_follows_from_seed_step_and_round(tiny):
+def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
     def batch(n, step, places=None, *flags):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
@@ -327,6 +328,9 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny):
     assert len(others) == 8 and not others & {*drawn[0][0]}
     assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
     assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
+    monkeypatch.setenv("WORLD_SIZE", "3")                 # of 4 groups each rank has at most 2
+    monkeypatch.setenv("RANK", "2")
+    assert len(batch(4, 1, range(6))[0]) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -513,6 +517,14 @@ def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
     assert train.compared(before, after, "reward") in out
 
 
+def test_a_policy_that_has_no_room_for_the_problems_is_named(capsys, finished_run, tmp_path):
+    other = shutil.copytree(TINY, tmp_path / "other")
+    edit_json(other / "config.json", max_position_embeddings=30)
+    line = refused(capsys, "--eval-only", f"--model={finished_run.folder}", f"--against={other}",
+                   "--eval-limit=2", begun=True)
+    assert f"--against {other}: " in line and "30 positions" in line
+
+
 def test_a_comparison_tells_what_the_other_was_trained_by(capsys, finished_run, tmp_path):
     """Else the order of the two would decide who wins; in both orders it is told."""
     short = tmp_path / "short"
@@ -537,6 +549,9 @@ def test_a_folder_of_somebody_runs_no_code(capsys, monkeypatch, tmp_path):
         capsys.readouterr()
         line = refused(capsys, "--eval-only", f"--model={folder}{name}")
         assert f"{code}:f" in line and "--reward" in line and "config.json" in line
+    other = shutil.copytree(folder, tmp_path / "other")   # Python also imports such files
+    edit_json(other / "config.json", reward=["r.pyc:f"])
+    assert "r.pyc:f" in refused(capsys, "--eval-only", f"--model={other}")
     named = ["--eval-only", f"--model={folder}", f"--reward={code}:f"]
     assert train.parse(named).max_new_tokens == 16
     assert capsys.readouterr().out == ""
@@ -573,4 +588,7 @@ def test_where_all_are_right_or_all_wrong_an_interval_stands():
     assert train.with_error(zeros) == f"0.000 [0, {half_open(64):.4f}]" == "0.000 [0, 0.0566]"
     assert train.with_error(zeros, 8) == f"0.000 [0, {half_open(8):.3f}]"     # of 8 problems
     assert train.with_error(torch.tensor([1.0, -1.0]).double()).startswith("0.000 ± ")
+    few = torch.full((64,), torch.nan).double()
+    few[:2] = 1                                           # it applies to two problems
+    assert train.with_error(few) == f"1.000 [{1 - half_open(2):.3f}, 1]" == "1.000 [0.342, 1]"
     assert train.with_error(0.5 * ones) == "0.500 ± 0.000"

@@ -13,15 +13,15 @@ How a figure is read: mean over the seeds ± standard deviation (n-1). `sampled`
 those of the final policy, from four answers to each held-out problem at temperature 1, whatever the
 run trained with: KL is the mean of log pi - log ref per token, ref the untrained policy. `last ten`
 and `length` are of the training answers of the last ten steps, and `at 0.9` is the first step with
-that share of them right (with --max-resample these answers are selected: do not compare them).
+that share of them right. Flat groups are those that train: what is left after --max-resample.
 
 --controls: each arm takes something away from GRPO, whose settings it has otherwise. Online
 imitation makes the right ones of each step's own answers more likely (A = 1, wrong ones 0): no
 comparison of siblings, no KL, no clip. Self-SFT does so with answers of the untrained policy, SFT
 with the solutions of train.jsonl. Both take the mean over tokens, as supervised training does (by
-the mean over each answer a lucky guess of 4 tokens would outweigh a worked sum of 28). `at 0.9` is
-of the policy's own answers there, too, which are drawn for nothing else: their seconds are not
-counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
+the mean over each answer a token of a lucky guess would weigh seven times one of a worked sum).
+`at 0.9` is of the policy's own answers there, too, which are drawn for nothing else: their seconds
+are not counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
 
 --real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
 share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
@@ -194,6 +194,7 @@ STUDY = {
     "real controls": ("Controls of sums of two operations", [], [
         Arm("untrained", "--config {real}", trains=False),
         Arm("GRPO", "--config {real}"),
+        Arm("GRPO, beta 0", "--config {real} --kl-coef 0"),
         Arm("online imitation", f"--config {{real}} {IMITATION}", imitates=True),
         Arm("self-SFT", f"--config {{real}} {IMITATION} --aggregate token", imitates=True,
             answers="untrained"),
@@ -290,6 +291,8 @@ def run_one(output, arm, seed, steps, real=""):
     def with_more(rollout, *rest):
         metrics, settings = step_metrics(rollout, *rest), rest[-1]
         metrics["group_std"] = group_std(rollout.rewards, settings.group_size)
+        flat = train.is_flat(rollout.rewards, settings.group_size)
+        metrics["flat_groups"] = float(flat.double().mean())
         return metrics | others.accuracy
 
     train.step_metrics = with_more
@@ -605,7 +608,8 @@ def paired(results):
     pairs = [(f"untrained → {label}, run {n}", untrained, [run])
              for label, runs in results.items() if label != "untrained"
              for n, run in enumerate(runs, 1)]
-    pairs += [("online imitation → GRPO, all runs", results["online imitation"], results["GRPO"])]
+    pairs += [(f"online imitation → {label}, all runs", results["online imitation"], results[label])
+              for label in ("GRPO", "GRPO, beta 0")]
     for title, before, after in pairs:
         if before and after:
             for name in ("greedy", "sampled"):

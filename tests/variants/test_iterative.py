@@ -193,7 +193,8 @@ def test_step_rewards_reach_the_gradient():
 
 
 @pytest.mark.parametrize("second", [[0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)],
-                                    [(0, "much")], [(2, 1.0)], [(-1, 1.0)], [(1, math.nan)]])
+                                    [(0, "much")], [(2, 1.0)], [(-1, 1.0)], [(1, math.nan)],
+                                    [(torch.tensor([0, 1]), 1.0)]])
 def test_what_a_step_function_gives_is_looked_at(second):
     """It may be nothing, and numbers of any kind; and it belongs to a token of the answer."""
     table = {"completions": ["good", "bad"], "completion_ids": [[4, 5, 6], [7, 8]]}

@@ -166,6 +166,10 @@ def test_an_adapter_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     same(saved, p.optimizer.factors)
     assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
+    (tmp_path / "adapter.new").mkdir()                    # what a kill has left of another step
+    (tmp_path / "adapter.new" / "step-1").touch()
+    train.save_adapter(run, p.optimizer, p.settings)
+    assert len(list((tmp_path / "adapter").iterdir())) == 2
 
 
 def test_a_model_without_linears_is_refused():

@@ -2,7 +2,7 @@
 import torch
 from checks import seeded
 from files import FEW, MINE, assert_same_run, lines_of, metrics_of
-from runs import begin, trains, well_ended
+from runs import begin, refused, trains, well_ended
 from steps import PROBLEMS, parts, whole_step
 import sample
 import train
@@ -23,6 +23,13 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
                                           max_turns=9)
     assert rollout.input_ids.shape[1] <= 128
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
+
+
+def test_a_reply_that_is_no_text_is_named(capsys, tmp_path):
+    (tmp_path / "r.py").write_text("def five(prompt, turns):\n    return 5\n")
+    line = refused(capsys, *FLAGS, f"--reply={tmp_path / 'r.py'}:five",
+                   f"--output={tmp_path / 'run'}", begun=True)
+    assert f"--reply {tmp_path / 'r.py'}:five: returned 5" in line
 
 
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(tmp_path):

@@ -9,6 +9,7 @@ from checks import same, seeded
 from files import MINE
 from models import logprobs_on_full_logits
 from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
+import reward
 import sample
 import train
 from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
@@ -179,6 +180,11 @@ def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
     _, rollout, _ = whole_step(p)
     H = rollout.measured["entropy"]
     same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
+    p = parts("--advantage=gtpo", "--max-new-tokens=12", "--reward=rule")
+    _, rollout, _ = whole_step(p, reward.own_reward_of(["rule"]))
+    r, H = rollout.rewards, rollout.measured["entropy"]
+    assert 0.5 in r                                       # a box that holds something else
+    same(rollout.advantages, gtpo_advantages(r, H, rollout.mask, 4, r == 1.5))
 
 
 # --- --max-resample: flat groups make room for those of other problems ----------------------------

@@ -57,6 +57,7 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--reply=nowhere.py:check", "--reply"), (f"--reply={CHECK} --max-turns=0", "--max-turns"),
     (f"--reply={CHECK} --max-turns=50", "--max-new-tokens or --max-turns"),
+    ("--around-best=1 --max-new-tokens=80", "and 120 of an answer"),
     ('--template-args={"enable_thinking":false}', "has no 'enable_thinking' (--template-args")])
 def test_bad_flags(capsys, tmp_path, flags, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, *flags.split())
@@ -66,8 +67,10 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
     "--around-best 2 --reward rule", "--around-best 1 --reward-model x",
     "--around-best 1 --reply r.py:f", "--reward-weights 1 2 --reward rule", "--kl-band 0 0.1",
+    "--kl-band 0.1 0.2 --aggregate constant",
     "--reward-weights 1 2 3 --reward rule think", "--reward-model m --reward rule",
-    *(f"--plain {flags}" for flags in ("--reward rule", "--objective cispo", "--temperature 0.9")),
+    *(f"--plain {flags}" for flags in ("--reward rule", "--objective cispo", "--temperature 0.9",
+                                    "--max-grad-norm 2")),
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
     *(f"--step-reward r.py:f --{flags}" for flags in (
         "advantage gtpo", "reward-model m", "overlong-buffer 4", "max-resample 1")),
@@ -240,6 +243,7 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
             *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on, beside those that "
                "are held out (--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
+            ("--data", [GOOD, {**GOOD, "question": "half a \ud800"}], "x.jsonl, line 3: "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
             ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))

@@ -199,7 +199,8 @@ def gives(*values):
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, 2, 3, 1j), "complex"),
     (gives(1, torch.ones(2), 3, 4), "element"), (lambda completions: [], "[], not 4 rewards"),
-    (lambda **columns: 1.0, "1.0]"), (lambda **columns: None, "None], not 4 rewards"),
+    (lambda **columns: 1.0, "1.0]"), (lambda **columns: torch.tensor(1.0), "not 4 rewards"),
+    (lambda **columns: None, "None], not 4 rewards"),
     (lambda **columns: "ten", "'n'], not 4")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     """In one line, which says what it is called with."""
@@ -230,11 +231,13 @@ def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "no such file (path/to/file.py:function)"), ("mine.py:three", "has no 'three'"),
-    ("other.py:one", "there is no such file")])
+    ("mine.py", "no such file (path/to/file.py:function)"), ("other.py:one", "no such file"),
+    ("notes.txt:f", "no such file"), ("mine.py:three", "has no function 'three'"),
+    ("mine.py:calls", "has no function 'calls'")])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
     shutil.copy(MINE, tmp_path)
+    write(tmp_path / "notes.txt", "f = print")
     write(tmp_path / "broken.py", "\n1 / 0")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
     with value_error(f"^{flag} {spec}: .*{re.escape(reason)}"):

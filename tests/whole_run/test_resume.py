@@ -411,6 +411,20 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     assert f"--resume: {path}" in line and words in line
 
 
+@pytest.mark.parametrize("spoil", [
+    lambda log: log.unlink(), lambda log: log.write_bytes(log.read_bytes()[:500])])
+def test_metrics_that_are_not_whole(capsys, run_folder, spoil):
+    spoil(run_folder / "metrics.jsonl")
+    assert "a log in" in refused(capsys, f"--resume={run_folder}", "--steps=7")
+
+
+def test_factors_of_another_rank_are_not_repeated(capsys, tmp_path):
+    """One row of factors would fit four, by torch's broadcasting."""
+    trains(*FLAGS, "--steps=1", "--lora-rank=1", f"--output={tmp_path / 'run'}")
+    capsys.readouterr()
+    assert "not of this model" in refuses_to_resume(capsys, tmp_path / "run", "--lora-rank=4")
+
+
 @pytest.fixture
 def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
     """A run that goes on, for which the disk was full when it wrote the file of this name."""
