@@ -32,7 +32,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
     """The same with options; 0 in a flat group, whose rewards are all equal: (N,) -> (N,).
 
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
-    Integers become float32. ValueError: see `check`.
+    Integers and half precision become float32. ValueError: see `check`.
     """
     check(rewards, group_size)
     precise = torch.promote_types(rewards.dtype, torch.float32)
@@ -42,7 +42,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
         std = r.std(dim=1, keepdim=True, correction=unbiased)                # (B, 1)
         A = A / (std + eps)
     A[is_flat(rewards, group_size)] = 0.0
-    return A.flatten().to(torch.result_type(rewards, 1.0))
+    return A.flatten()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,22 +199,20 @@ def shapley_shares(rewards):
     return shares[order.argsort()]                                           # in their old order
 
 
-def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2=0.1,
-                    normalize=True):
+def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
     A right answer earns more where the policy hesitated, and a wrong one loses less there:
-        right answers   a1 r + a2 n_t H / sum of H
-        wrong answers   -(a1 + a2 n_t (1/H) / sum of 1/H)
-    n_t answers of the same kind, right or wrong, have a token t, and the sums run over these. The
-    answers of a group begin in one column, so column t holds the same token of each. A z-score of
-    all tokens of a group follows (the paper does not say what is normalised together);
-    `normalize=False` is the reward before it. A group that is all right or all wrong is ranked by
-    entropy alone: dynamic sampling would drop it.
+        right answers   r + 0.1 n_t H / sum of H
+        wrong answers   -(1 + 0.1 n_t (1/H) / sum of 1/H)
+    The weights 1 and 0.1 are the theory's. n_t answers of the same kind, right or wrong, have a
+    token t, and the sums run over these. The answers of a group begin in one column, so column t
+    holds the same token of each. A z-score of all tokens of a group follows (the paper does not say
+    what is normalised together). A group that is all right or all wrong is ranked by entropy alone:
+    dynamic sampling would drop it.
 
     `entropy` H (N, S-1) of the old policy in nats, read where `mask` is true. `right` (N,) bool:
-    which answers are right, by default those with a positive reward. a1 and a2, the weights of
-    reward and entropy, are the theory's.
+    which answers are right, by default those with a positive reward.
     """
     check(rewards, group_size)
     if right is None:
@@ -228,29 +226,25 @@ def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2
     n = same @ on.double()                                                        # (B, G, S-1)
     weights = torch.where(right, H, 1 / H)
     weights = weights.where(on, 0)
-    share = a2 * n * weights / (same @ weights)    # NaN where no answer of the kind has a token
-    praise = a1 * r + share
-    penalty = -(a1 + share)
-    shaped = torch.where(right, praise, penalty).where(on, 0)
-    if normalize:
-        for b, tokens in enumerate(on):
-            shaped[b, tokens] = z_scores(shaped[b, tokens])
+    share = 0.1 * n * weights / (same @ weights)   # NaN where no answer of the kind has a token
+    shaped = torch.where(right, r + share, -(1 + share)).where(on, 0)
+    for b, tokens in enumerate(on):
+        shaped[b, tokens] = z_scores(shaped[b, tokens])
     return shaped.flatten(0, 1).float()                                           # (N, S-1)
 
 
-def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2=0.1,
-                      normalize=True):
+def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
     # In float64, else rounding would rank equal answers
     H = entropy.double().where(mask, torch.nan)                                   # (N, S-1)
     mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
     answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
-    return mask * gtpo_advantages(rewards, mean, answered, group_size, right, a1, a2, normalize)
+    return mask * gtpo_advantages(rewards, mean, answered, group_size, right)
 
 
 # The words of --advantage. train.py's advantages_of hands every function what its parameters name:
-# a column of the rollout (rewards, mask, reward_parts), what is measured (entropy), a setting
-# (group_size, scale_by_std, reward_weights); or right, candidates, all_rows.
+# a column of the rollout (rewards, mask, reward_parts, entropy), a setting (group_size,
+# scale_by_std, reward_weights); or right, candidates, all_rows.
 ADVANTAGES = {
     "group": group_advantages,
     "leave-one-out": leave_one_out_advantages,

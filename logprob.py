@@ -51,17 +51,16 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
 
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
-    """plain_logprobs without all the logits -> (N, S-1) float32, differentiable; what is measured.
+    """plain_logprobs without all the logits -> (N, S-1) float32, differentiable; and entropies.
 
-    With `measure` that is {"entropy": (N, S-1)}, in nats, of the distribution that each token was
-    drawn from, detached; else {}. What rows begin with in common runs once.
+    Those are (N, S-1), in nats, of the distribution that each token was drawn from, detached; they
+    are 0 without `measure`. What rows begin with in common runs once.
     """
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
     targets, = to_device(model.device, tree.ids.flatten()[tree.labelled])         # (M,)
     logprobs, entropy = head_logprobs(model, hidden, targets, temperature, measure)
-    measured = {"entropy": in_rows(tree, entropy)} if measure else {}
-    return in_rows(tree, logprobs), measured
+    return in_rows(tree, logprobs), in_rows(tree, entropy)
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -146,7 +145,7 @@ def logits_at_a_time(M, V):
 # logits made again, in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; entropies, if asked."""
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; entropies, or 0."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
@@ -155,7 +154,8 @@ class LeanHead(torch.autograd.Function):
         slopes = []                              # of -log p(target), but for the temperature
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
-            scored.append((chosen, entropy_of(logp) if measure else chosen[:0]))
+            entropy = entropy_of(logp) if measure else torch.zeros_like(chosen)
+            scored.append((chosen, entropy))
             if ctx.needs_input_grad[0]:
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
@@ -217,7 +217,7 @@ def in_float32(x):
 
 
 def head_logprobs(model, hidden, targets, temperature, measure):
-    """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), or none without `measure`."""
+    """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), 0 without `measure`."""
     head = model.get_output_embeddings()
     if is_fast(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
@@ -232,8 +232,10 @@ def head_logprobs(model, hidden, targets, temperature, measure):
             logits = cap * (logits / cap).tanh()
         logp = (logits / temperature).log_softmax(dim=1)
         chosen = logp.gather(1, targets[:, None])[:, 0]                           # (m,)
+        if not measure:
+            return chosen, torch.zeros_like(chosen)
         # p log p is 0 where p is 0; a log-prob of -inf would make it NaN.
-        return chosen, entropy_of(logp.detach().clamp(min=-1e9)) if measure else chosen[:0]
+        return chosen, entropy_of(logp.detach().clamp(min=-1e9))
 
     scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
               for rows in chunks(hidden, head.weight)]

@@ -56,13 +56,13 @@ def clipped_objective(log_ratio, advantages, clip_eps, clip_eps_high, logprobs=N
 def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
     """[F] An estimate of KL(pi || ref) at each token that was drawn from pi: a KL_ESTIMATORS word.
 
-    "k3_corrected" is for tokens drawn from pi_old. ValueError: an unknown word.
+    "k3_corrected" is for tokens drawn from pi_old.
     """
     d = ref_logprobs - logprobs
     w = 1
     if old_logprobs is not None:
         w = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
-    return chosen(KL_ESTIMATORS, estimator)(d, w)
+    return KL_ESTIMATORS[estimator](d, w)
 
 
 # Schulman's estimators, of d = log ref - log pi and of the ratio w = pi / pi_old.
@@ -112,8 +112,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     Metrics: `clip_fraction`, its parts `_low` and `_high`, `ratio_mean`, `gradient_coefficient` and
     `positive_advantages`, a share, are means over tokens; `approx_kl` is averaged like the loss. It
-    and `gradient_coefficient` are NaN without a reference. ValueError: an option that does not
-    exist, a KL penalty without a reference.
+    and `gradient_coefficient` are NaN without a reference. KeyError: a word that is in no table;
+    ValueError: a KL penalty without a reference.
     """
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
@@ -127,45 +127,40 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     counted = mask.to(logprobs)                                              # 1 or 0
     n_rows = n_rows or len(counted)
     n_tokens = n_tokens or counted.sum()
-    weights = chosen(AGGREGATES, aggregate)(counted, n_rows, n_tokens, max_new_tokens)
+    weights = AGGREGATES[aggregate](counted, n_rows, n_tokens, max_new_tokens)   # (N, S-1)
 
     # The ratio w_t = pi / pi_old, kept as its logarithm
-    log_ratio = chosen(RATIOS, ratio)(logprobs - old_logprobs, mask)         # (N, S-1) or (N, 1)
+    log_ratio = RATIOS[ratio](logprobs - old_logprobs, mask)                 # (N, S-1) or (N, 1)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
     if clip_eps_high is None:
         clip_eps_high = clip_eps
-    objective_of = chosen(OBJECTIVES, objective)
-    J, clipped = objective_of(log_ratio, A, clip_eps, clip_eps_high, logprobs)
+    J, clipped = OBJECTIVES[objective](log_ratio, A, clip_eps, clip_eps_high, logprobs)
     if sampler_logprobs is not None:
         J = J * tis_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
     loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
-    per_token = counted / max(n_tokens, 1)                                   # for means over tokens
+    per_token = counted / max(n_tokens, 1)                                   # (N, S-1)
+
+    def mean(values):                                                        # over tokens
+        return (per_token * values).sum()
+
     approx_kl = factor = torch.full_like(loss, torch.nan)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.where(mask, 0)
         KL = kl_estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
         approx_kl = (KL * weights).sum()
         loss = policy_loss + kl_coef * approx_kl
-        factor = (per_token * gradient_coefficient(A, logprobs, ref_logprobs, kl_coef)).sum()
-    share = per_token * clipped                                              # (N, S-1)
-    low = (share * (log_ratio < 0)).sum()
-    high = (share * (log_ratio > 0)).sum()
+        factor = mean(gradient_coefficient(A, logprobs, ref_logprobs, kl_coef))
+    low = mean(clipped * (log_ratio < 0))
+    high = mean(clipped * (log_ratio > 0))
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
                "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
-               "ratio_mean": (per_token * log_ratio.exp()).sum(),
-               "gradient_coefficient": factor, "positive_advantages": (per_token * (A > 0)).sum()}
+               "ratio_mean": mean(log_ratio.exp()),
+               "gradient_coefficient": factor, "positive_advantages": mean(A > 0)}
     return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-def chosen(table, word):
-    """The function that a word stands for. ValueError: an unknown word."""
-    if word not in table:
-        raise ValueError(f"{word!r}: not one of {', '.join(table)}")
-    return table[word]
 
 
 def lengths_of(mask):

@@ -32,7 +32,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -115,7 +115,7 @@ def train_step(parts, batch, s):
     if parts.ref_model:
         rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
     if s.minibatches > 1 or "entropy" in signature(advantage_function(s)).parameters:
-        rollout.old_logprobs, rollout.measured = all_token_logprobs(parts.policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropy = all_token_logprobs(parts.policy_model, rollout, s)
         check_sampler(parts, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
@@ -135,7 +135,7 @@ def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     sums, scored = backward(parts, rollout, s)
     if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
-        rollout.old_logprobs, rollout.measured = collected(rollout, scored)
+        rollout.old_logprobs, rollout.entropy = collected(rollout, scored)
         check_sampler(parts, rollout, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
@@ -157,8 +157,8 @@ def backward(parts, rollout, s):
     scored = []
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, measured = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
-        scored.append((rows, logp.detach(), measured))
+        logp, entropy = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
+        scored.append((rows, logp.detach(), entropy))
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
         options = vars(s) | sizes
@@ -259,7 +259,7 @@ def scored_groups(parts, batch, s):
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
     G = s.group_size
-    first_draw = take(rollout, range(len(rollout.responses)))  # a copy
+    first_draw = replace(rollout)  # a copy
     resampled = asked = 0  # asked: other problems of this step
     # A group that is still flat after the last attempt stays, with advantages of 0.
     for _ in range(s.max_resample):
@@ -275,7 +275,7 @@ def scored_groups(parts, batch, s):
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
+        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
         rollout = take(both, rows)
     return rollout, first_draw, resampled, seconds
 
@@ -315,8 +315,7 @@ def advantages_of(parts, rollout, s):
     Its function gets what its parameters name: columns of the rollout, and settings.
     """
     function = advantage_function(s)
-    columns = vars(s) | vars(rollout) | (rollout.measured or {})
-    columns |= {"mask": rollout.mask, "all_rows": all_rows}
+    columns = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
         columns["right"] = is_right(rollout.rule_rewards)
     if s.advantage == "shape":  # the boxes of each answer
@@ -333,19 +332,19 @@ def advantages_of(parts, rollout, s):
 
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=True):
-    """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
+    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
     scored = [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
               for rows, width in micro_batches(model, rollout, s)]
     return collected(rollout, scored)
 
 
 def collected(rollout, scored):
-    """[D] of micro-batches: (rows, log-probs, measured)s -> the same of the whole rollout."""
-    columns = defaultdict(partial(torch.zeros_like, rollout.logprobs))                 # (N, S-1)
-    for rows, logp, measured in scored:
-        for name, values in {"logp": logp, **measured}.items():
-            columns[name][rows, :logp.shape[1]] = values.cpu()
-    return columns.pop("logp"), columns
+    """[D] of micro-batches: (rows, log-probs, entropies)s -> the last two of the whole rollout."""
+    whole = torch.zeros(2, *rollout.logprobs.shape)                                 # (2, N, S-1)
+    for rows, *both in scored:
+        both = torch.stack(both).cpu()                                          # (2, n, width-1)
+        whole[:, rows, :both.shape[2]] = both
+    return whole
 
 
 def micro_batches(model, rollout, s):
@@ -361,7 +360,7 @@ def micro_batches(model, rollout, s):
 
 
 def token_logprobs_of(model, rollout, rows, width, s, measure=True):
-    """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
+    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
@@ -427,8 +426,7 @@ def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
         "tokens": tokens,
-        **{name: all_rows(values.sum(dim=1)).sum() / tokens  # means per token
-           for name, values in rollout.measured.items()},
+        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,
@@ -824,11 +822,10 @@ def parse(words):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
+    with blame(f"{file}: no JSON object of flags:", Exception):
+        config = {**json.loads(Path(file).read_text(encoding="utf-8"))}
     words = []  # of a command line that says the same
-    with blame(f"{file}: no JSON object of flags:", (ValueError, OSError, RecursionError)):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is something else")
+    with blame(f"{file}:"):
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "

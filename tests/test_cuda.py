@@ -258,9 +258,9 @@ def test_logprobs_and_gradients(dtype, fast, checkpointed):
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         slow = [] if fast else [SDPBackend.MATH]             # it holds all scores
         with sdpa_kernel(kernels + slow):
-            values, measured = token_logprobs(model, ids, labels, 0.9, measure=True)
+            values, entropy = token_logprobs(model, ids, labels, 0.9, measure=True)
             (values * weight).sum().backward()
-        return [values, measured["entropy"], *(p.grad for p in model.parameters())]
+        return [values, entropy, *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
     model = random_policy(dtype, fast=fast)

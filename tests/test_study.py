@@ -120,7 +120,7 @@ def test_real_controls_are_compared_problem_by_problem():
     untrained = run([[False], [False]], [[True, False], [False, False]])
     one = run([[True], [False]], [[True, True], [False, False]], [0.25] * 10 + [0.5] * 5)
     two = run([[True], [True]], [[True, True], [True, False]], [0.1] * 20)
-    lines = list(study.paired({"untrained": [untrained] * 2, "GRPO": [one, two],
+    lines = list(study.paired({"untrained": [untrained] * 2, "GRPO": [one, two], "GRPO, beta 0": [],
                                "online imitation": [one], "self-SFT": []}))
     assert len(lines) == 2 * 4 + 3
     assert "run 1, greedy: 0.000" in lines[0] and "→ 0.500 ±" in lines[0]

@@ -10,7 +10,7 @@ import random
 from functools import partial
 import pytest
 import torch
-from checks import pairwise, same, seeded, value_error
+from checks import same, seeded, value_error
 from advantage import (batch_std_advantages, gdpo_advantages, group_advantages, grpo_s_advantages,
                        gtpo_advantages, is_flat, leave_one_out_advantages, max_rl_advantages,
                        plain_advantages, process_advantages, shape_advantages, shapley_shares)
@@ -80,7 +80,7 @@ def test_random_rewards(options):
         for dtype, tolerance in tolerances.items():
             given = torch.tensor(rewards, dtype=dtype)
             advantages = group_advantages(given, group_size, eps, *options)
-            assert advantages.dtype == dtype
+            assert advantages.dtype == torch.promote_types(dtype, torch.float32)
             assert_close(advantages, expected, tolerance)
 
 
@@ -267,7 +267,7 @@ def test_shape_advantages():
     assert_per_token(shape_advantages(CANDIDATES, ragged_mask(), 4), rows, ragged_mask())
 
 
-def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize):
+def entropy_reference(rewards, entropies, mask, level, right):
     """GTPO and GRPO-S by their formulas, for groups of four -> lists of values per token."""
     H = [{t: float(entropies[row, t]) for t in range(9) if mask[row, t]} for row in range(8)]
     if level == "sequence":
@@ -279,9 +279,9 @@ def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize)
         for t in H[row]:                     # the columns of its tokens
             long = [i for i in same if t in H[i]]
             weights = {i: H[i][t] if right[row] else 1 / H[i][t] for i in long}
-            share = a2 * len(long) * weights[row] / sum(weights.values())
-            shaped[row].append(a1 * float(rewards[row]) + share if right[row] else -(a1 + share))
-    shaped = pooled_scores(shaped) if normalize else shaped
+            share = 0.1 * len(long) * weights[row] / sum(weights.values())
+            shaped[row].append(float(rewards[row]) + share if right[row] else -(1 + share))
+    shaped = pooled_scores(shaped)
     if level == "sequence":
         shaped = [value * length for value, length in zip(shaped, LENGTHS)]  # for every token
     return shaped
@@ -290,18 +290,18 @@ def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize)
 BY_LEVEL = {"token": gtpo_advantages, "sequence": grpo_s_advantages}
 
 
-@pytest.mark.parametrize("level, normalize, weights, given_right", pairwise(
-    BY_LEVEL, [True, False], [(1.0, 0.1), (0.5, 2.0)], [False, True]))
-def test_entropy_advantages(level, normalize, weights, given_right):
+@pytest.mark.parametrize("given_right", [False, True])
+@pytest.mark.parametrize("level", BY_LEVEL)
+def test_entropy_advantages(level, given_right):
     """Whatever is masked; entropies are those of the old policy, so they get no gradient."""
     mask = ragged_mask()
     rewards = torch.tensor([1.5, 0.0, 1.5, 0.5, -1.0, 2.0, 0.0, 1.0])
     right = rewards == 1.5 if given_right else rewards > 0
     H = 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded())
-    rows = entropy_reference(rewards, H, mask, level, *weights, right.tolist(), normalize)
+    rows = entropy_reference(rewards, H, mask, level, right.tolist())
     H = H.masked_fill(~mask, math.nan if given_right else math.inf).requires_grad_()
-    advantages = BY_LEVEL[level](rewards, H, mask, 4, right if given_right else None, a1=weights[0],
-                                 a2=weights[1], normalize=normalize)
+    right = right if given_right else None
+    advantages = BY_LEVEL[level](rewards, H, mask, 4, right)
     assert_per_token(advantages, rows, mask)
     assert not advantages.requires_grad
 
@@ -311,8 +311,9 @@ def test_entropy_advantages(level, normalize, weights, given_right):
 def test_entropies_of_zero_or_equal(level, entropy):
     """No token was ever in doubt: every share is the same, and the result is finite."""
     mask, rewards = ragged_mask(), torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 0])
-    shaped = BY_LEVEL[level](rewards, torch.full(mask.shape, entropy), mask, 4, normalize=False)
-    torch.testing.assert_close(shaped, torch.where(rewards > 0, 1.1, -1.1)[:, None] * mask)
+    shaped = BY_LEVEL[level](rewards, torch.full(mask.shape, entropy), mask, 4)
+    rows = entropy_reference(rewards, torch.ones(mask.shape), mask, level, (rewards > 0).tolist())
+    assert_per_token(shaped, rows, mask)
     # In responses that do not differ no token stands out: shares rounded in float32 would differ
     mask = torch.arange(16) < torch.tensor([[16], [15], [11], [9], [7], [5], [3]])
     equal = BY_LEVEL[level](torch.full((7,), 0.7), 0.7 + 0 * mask, mask, 7)

@@ -104,8 +104,7 @@ def test_values_entropies_and_gradients(random_model, temperature, monkeypatch):
     plain = plain_logprobs(exact, input_ids, labels, temperature)
     torch.testing.assert_close(plain.double(), expected, rtol=1e-6, atol=1e-6)
     assert_same_pull(exact, plain, exact, naive(exact, input_ids, labels, temperature)[0], weights)
-    actual, measured = token_logprobs(model, input_ids, labels, temperature, measure=True)
-    entropy = measured["entropy"]
+    actual, entropy = token_logprobs(model, input_ids, labels, temperature, measure=True)
     for found in (plain, actual, entropy):
         assert found.dtype == torch.float32 and found.shape == (5, 19)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -123,12 +122,12 @@ def test_without_entropies_gradients_or_labels(random_model):
     model, (input_ids, labels, _) = random_model, batch()
     expected, _ = token_logprobs(model, input_ids, labels, measure=True)
     with torch.no_grad():
-        actual, measured = token_logprobs(model, input_ids, labels)
+        actual, entropy = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual, expected.detach())
-    assert measured == {} and not actual.requires_grad
+    assert not entropy.any() and not actual.requires_grad
     nothing = torch.full_like(labels, IGNORE)
-    logprobs, measured = token_logprobs(model, input_ids, nothing, measure=True)
-    for values in (logprobs, measured["entropy"]):
+    logprobs, entropy = token_logprobs(model, input_ids, nothing, measure=True)
+    for values in (logprobs, entropy):
         same(values, torch.zeros(5, 19))
     for g in torch.autograd.grad(logprobs.sum(), model.parameters(), materialize_grads=True):
         assert not g.any()
@@ -169,9 +168,9 @@ def test_what_rows_begin_with_runs_once(random_model, rows, tokens):
     for order in (torch.arange(len(labels)), torch.randperm(len(labels), generator=seeded(2))):
         rows = [x[order] for x in (input_ids, labels)]
         expected, entropies = naive(exact, *rows, 0.7)
-        actual, measured = token_logprobs(model, *rows, 0.7, measure=True)
+        actual, entropy = token_logprobs(model, *rows, 0.7, measure=True)
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(measured["entropy"].double(), entropies, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
         assert_same_pull(model, actual, exact, expected, weights)
     if logprob.is_fast(model):
         assert tokens == 0 or run == 2 * [tokens]
@@ -211,7 +210,7 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     other, frozen = hidden.detach().requires_grad_(), weight.detach()
     without, nothing = LeanHead.apply(other, frozen, targets, temperature, False)
     without.backward(grad)
-    same([without, other.grad, nothing], [logprobs, hidden.grad, entropy[:0]])
+    same([without, other.grad, nothing], [logprobs, hidden.grad, torch.zeros(300)])
     head = weight.detach().requires_grad_()               # trained alone
     head.grad_dtype = weight.grad_dtype
     LeanHead.apply(hidden.detach(), head, targets, temperature, False)[0].backward(grad)

@@ -346,13 +346,13 @@ def test_micro_batches_add_up(words):
 
 
 # --- Refusals, and the script ---------------------------------------------------------------------
-@pytest.mark.parametrize("options, reason", [
-    (dict(kl_estimator="k4"), "'k4'"), (dict(aggregate="mean"), "'mean'"),
-    (dict(ratio="row"), "'row'"), (dict(objective="ppo"), "'ppo'"),
-    (dict(ref_logprobs=None), "kl_coef 0.04 needs ref_logprobs")])
-def test_refusals(options, reason):
-    with value_error(reason):
-        grpo_loss(**{**dict(zip(NAMES, batch())), **options})
+@pytest.mark.parametrize("option", ["kl_estimator", "aggregate", "ratio", "objective"])
+def test_refusals(option):
+    given = dict(zip(NAMES, batch()))
+    with pytest.raises(KeyError, match="'k4'"):
+        grpo_loss(**given, **{option: "k4"})
+    with value_error("kl_coef 0.04 needs ref_logprobs"):
+        grpo_loss(**{**given, "ref_logprobs": None})
 
 
 def test_script_shows_the_walkthrough(run_here):

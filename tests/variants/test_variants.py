@@ -178,11 +178,11 @@ def test_mini_batches_take_every_group_once_in_each_pass():
 def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
     p = parts("--advantage=gtpo", "--max-new-tokens=12")
     _, rollout, _ = whole_step(p)
-    H = rollout.measured["entropy"]
+    H = rollout.entropy
     same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
     p = parts("--advantage=gtpo", "--max-new-tokens=12", "--reward=rule")
     _, rollout, _ = whole_step(p, reward.own_reward_of(["rule"]))
-    r, H = rollout.rewards, rollout.measured["entropy"]
+    r, H = rollout.rewards, rollout.entropy
     assert 0.5 in r                                       # a box that holds something else
     same(rollout.advantages, gtpo_advantages(r, H, rollout.mask, 4, r == 1.5))
 

@@ -220,7 +220,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     for options in ((), ("--no-fast",)):
         p = parts("--micro-batch-tokens=60", *options)
         last = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
-        logp, measured = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)
+        logp, entropy = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)
         logp.sum().backward()                             # runs through every layer
-        assert logp.tolist() == measured["entropy"].tolist() == [[0]]
+        assert logp.tolist() == entropy.tolist() == [[0]]
         assert all(not weight.grad.any() for weight in p.policy_model.parameters())
