@@ -111,6 +111,7 @@ def test_imitation(watched, tmp_path, label):
         assert all(group["rewards"] == [1.5, 1.5] for group in groups)
         assert " = " in groups[0]["responses"][0]
     assert json.loads((folder / "figures.json").read_text())["figures"]["sampled"] > 0.4
+    assert not isinstance(train.answers_and_rewards, study.OtherAnswers)     # the exam asks its own
 
 
 def test_real_controls_are_compared_problem_by_problem():

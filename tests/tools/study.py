@@ -320,6 +320,7 @@ def run_one(output, arm, seed, steps, real=""):
     found = figures([json.loads(line) for line in lines])
     found["cpu_seconds"] = seconds
     train.sample_groups = sample_groups
+    train.answers_and_rewards = others.answer                # or the exam would ask others, too
     if real:
         found |= real_exam(train, real, folder / "final")
         shutil.rmtree(folder / "final")                  # half a GB
