@@ -1632,9 +1632,9 @@ def load_checkpoint(run, parts, s):
 def cut_logs(run):
     """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
     for name, size in run.log_sizes.items():
-        path = run.folder / name
-        if size or path.exists():
-            os.truncate(path, min(size, path.stat().st_size))
+        mode = "rb+" if size else "ab"  # one that has lines must be there
+        with open(run.folder / name, mode) as log:
+            log.truncate(min(size, log.seek(0, os.SEEK_END)))
 
 
 # --------------------------------------------------------------------------------------------------
