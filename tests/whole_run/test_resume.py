@@ -442,6 +442,7 @@ def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
                 full = SafetensorError("No space left on device")
                 patch.setattr(train, "save_file", raises(full))
             patch.setattr(train.Run, "claim_folder", claim_folder)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)    # what is planted here stays
             line = refused(capsys, *flags, f"--output={folder}", begun=True)
         assert "disk is full" in line
         goes_on = line.endswith(train.command("train.py", "--resume", str(folder)))
