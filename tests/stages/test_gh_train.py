@@ -551,7 +551,8 @@ def test_a_folder_of_somebody_runs_no_code(capsys, monkeypatch, tmp_path):
         assert f"{code}:f" in line and "--reward" in line and "config.json" in line
     other = shutil.copytree(folder, tmp_path / "other")   # Python also imports such files
     edit_json(other / "config.json", reward=["r.pyc:f"])
-    assert "r.pyc:f" in refused(capsys, "--eval-only", f"--model={other}")
+    line = refused(capsys, "--eval-only", f"--model={other}")
+    assert "r.pyc:f" in line and "config.json" in line    # before a file is looked for
     named = ["--eval-only", f"--model={folder}", f"--reward={code}:f"]
     assert train.parse(named).max_new_tokens == 16
     assert capsys.readouterr().out == ""
