@@ -255,6 +255,7 @@ ADVANTAGES = {
     "grpo-s": grpo_s_advantages,
     "shape": shape_advantages,
 }
+BY_ENTROPY = ("gtpo", "grpo-s")  # the words whose function needs `entropy`: a forward pass more
 
 
 # --------------------------------------------------------------------------------------------------

@@ -33,15 +33,16 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from inspect import getsource, signature
+from inspect import getsource
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 # Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
 # programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
@@ -65,7 +66,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import logprob
 import reward
 import sample
-from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
+from advantage import ADVANTAGES, BY_ENTROPY, is_flat, plain_advantages, process_advantages
 from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
@@ -96,47 +97,71 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=
     return rewards
 
 
+@dataclass
+class Parts:
+    """What a run is made of; load() makes it."""
+
+    policy_model: Any          # pi
+    ref_model: Any             # the reference of the KL; None if beta is 0
+    tokenizer: Any             # of both
+    optimizer: Any             # moves the policy's weights; None where nothing is trained
+    problems: list             # to train on: dicts, see reward.load_problems
+    eval_problems: list        # held out
+    sampler: Callable = sample_groups       # [A] draws answers, called like sample_groups
+    reward_of: Callable = None              # [B] Rollout -> N rewards; None: the rule's
+    reward_model: Any = None                # with --reward-model the model behind reward_of
+
+
+@dataclass
+class Batch:
+    """What this GPU samples in a step: G answers to each of B prompts."""
+
+    problems: list             # B dicts, see reward.load_problems
+    prompts: list              # their B prompts, chat template applied
+    generators: list = None    # of random numbers, one per prompt
+    step: int = 1              # of the run
+
+
 def train_step(parts, batch, s):
     """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
 
-    DeepSeekMath, algorithm 1. `parts` are what load() returns, `s` are the Settings. With several
-    GPUs each has its own batch; the metrics cover all of them.
+    DeepSeekMath, algorithm 1. `s` are the Settings. With several GPUs each has its own batch; the
+    metrics cover all of them.
     """
-    start = time.perf_counter()
-
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, first_draw, resampled, seconds = scored_groups(parts, batch, s)
-    for draw in (first_draw, rollout):
-        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
-                                s.overlong_buffer)
-
-    # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
-    # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
-    if parts.ref_model:
-        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
-    if s.minibatches > 1 or "entropy" in signature(advantage_function(s)).parameters:
-        rollout.old_logprobs, rollout.entropy = all_token_logprobs(parts.policy_model, rollout, s)
-        check_sampler(parts, rollout, s)
+    rollout, metrics = scored_groups(parts, batch, s)
+    start = time.perf_counter()
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
-    # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
+    # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
+    if parts.ref_model:
+        rollout.ref_logprobs, _ = rollout_logprobs(parts.ref_model, rollout, s, measure=False)
+
+    # [D] And under pi_old, the policy that drew them. No weight moves before the first update, so
+    # that update finds them on its way and fills these columns. Mini-batches need them before.
+    rollout.old_logprobs, rollout.entropy = torch.zeros(2, *rollout.mask.shape)     # (N, S-1) each
+    batches = [rollout]
+    if s.minibatches > 1:
+        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
+        batches = mini_batches(rollout, s)
+
+    # [D] [E] [F] [G] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for mini in mini_batches(rollout, s):
-            updates.append(update(parts, mini, s))
-    seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, first_draw, resampled, updates, seconds, s), rollout
+        for rows in batches:
+            fills_old = rows is rollout and not updates
+            updates.append(gradient_step(parts, rows, s, fills_old))
+    metrics["seconds_training"] = time.perf_counter() - start
+    return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def update(parts, rollout, s):
-    """One gradient step on these rows -> its metrics."""
-    sums, scored = backward(parts, rollout, s)
-    if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
-        rollout.old_logprobs, rollout.entropy = collected(rollout, scored)
-        check_sampler(parts, rollout, s)
+def gradient_step(parts, rollout, s, fills_old):
+    """One gradient step on these rows -> its metrics. `fills_old`: no weight has moved yet."""
+    sums = backward(parts, rollout, s, fills_old)
+    check_sampler(parts, rollout, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
@@ -147,28 +172,38 @@ def update(parts, rollout, s):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s):
-    """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `collected`."""
+def backward(parts, rollout, s, fills_old):
+    """[D] [E] [F] The gradient of the loss -> its metrics."""
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = mean_of_ranks({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sums = Counter()  # Counter.update adds
-    scored = []
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
-        scored.append((rows, logp.detach(), entropy))
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, fills_old)
+        if fills_old:  # the policy as it is now is still pi_old
+            rollout.old_logprobs[rows, :width - 1] = logp.detach().cpu()
+            rollout.entropy[rows, :width - 1] = entropy.cpu()
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
-        options = vars(s) | sizes
-        if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
-            options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
-        loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **select_kwargs(grpo_loss, options))
+        loss, metrics = grpo_loss(
+            logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
+            clip_eps=s.clip_eps,
+            kl_coef=s.kl_coef,
+            clip_eps_high=s.clip_eps_high,
+            objective=s.objective,
+            ratio=s.ratio,
+            kl_estimator=s.kl_estimator,
+            aggregate=s.aggregate,
+            max_new_tokens=s.max_new_tokens,
+            # Plain GRPO ignores the sampler's own numbers.
+            sampler_logprobs=micro.sampler_logprobs if s.sampler_correction else None,
+            sampler_cap=s.sampler_correction,
+            **sizes)
         loss.backward()
         sums.update(metrics)
-    return sums, scored
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,45 +274,47 @@ def train_grpo(parts, settings, run=None):
 #   in reward.py    compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
-# Helpers of train_step: its batch, options, log-probs by micro-batches, checks, metrics
-
-@dataclass
-class Batch:
-    """What this GPU samples in a step: G answers to each of B prompts."""
-
-    problems: list                   # B dicts, see reward.load_problems
-    prompts: list                    # their B prompts, chat template applied
-    generators: list = None          # of random numbers, one per prompt
-    step: int = 1                    # of the run
-
+# Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
 
 def scored_groups(parts, batch, s):
-    """[A] [B] -> the Rollout to train on, the first draw, how many groups were drawn anew, seconds.
-
-    --max-resample (DAPO, 2503.14476) replaces flat groups; without it both Rollouts are the same.
-    """
+    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    G = s.group_size
     first_draw = replace(rollout)  # a copy
-    resampled = asked = 0  # asked: other problems of this step
-    # A group that is still flat after the last attempt stays, with advantages of 0.
+    if s.max_resample:
+        rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
+        seconds.update(more)  # adds
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
+    return rollout, answer_metrics(first_draw, s.group_size) | seconds
+
+
+def without_flat_groups(policy, parts, batch, rollout, s):
+    """--max-resample: flat groups give way to groups of other problems -> Rollout, its metrics.
+
+    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
+    """
+    G = s.group_size
+    asked = 0  # other problems of this step
+    metrics = Counter(resampled_groups=0)
     for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
-        if not any(from_all_ranks(n)):
+        everywhere = sum(from_all_ranks(n))
+        if everywhere == 0:
             break  # every group of every rank teaches something
-        resampled += n
+        metrics["resampled_groups"] += everywhere
         n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
         others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
         asked += n
-        drawn, spent = answers_and_rewards(policy, parts, others, s)
-        seconds += spent
+        drawn, seconds = answers_and_rewards(policy, parts, others, s)
+        metrics.update(seconds)  # adds
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
         rollout = take(both, rows)
-    return rollout, first_draw, resampled, seconds
+    return rollout, metrics
 
 
 def answers_and_rewards(policy, parts, batch, s):
@@ -305,46 +342,42 @@ def answers_and_rewards(policy, parts, batch, s):
                             seconds_scoring=time.perf_counter() - drawn)
 
 
-def advantage_function(s):
-    return process_advantages if s.step_reward else ADVANTAGES[s.advantage]
-
-
 def advantages_of(parts, rollout, s):
     """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
 
-    Its function gets what its parameters name: columns of the rollout, and settings.
+    Its function gets what its parameters name, of the rollout's columns and of what stands here.
     """
-    function = advantage_function(s)
-    columns = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
+    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+    given = vars(rollout) | {
+        "mask": rollout.mask,
+        "all_rows": all_rows,
+        "group_size": s.group_size,
+        "scale_by_std": s.scale_by_std,
+        "reward_weights": s.reward_weights}
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        columns["right"] = is_right(rollout.rule_rewards)
+        given["right"] = is_right(rollout.rule_rewards)
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage in BY_ENTROPY:
+        _, given["entropy"] = rollout_logprobs(parts.policy_model, rollout, s)
     if s.advantage == "gdpo" and not rollout.reward_parts:
         raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**select_kwargs(function, columns)).float()
+        advantages = function(**select_kwargs(function, given)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s, measure=True):
+def rollout_logprobs(model, rollout, s, measure=True):
     """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
-    scored = [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
-              for rows, width in micro_batches(model, rollout, s)]
-    return collected(rollout, scored)
-
-
-def collected(rollout, scored):
-    """[D] of micro-batches: (rows, log-probs, entropies)s -> the last two of the whole rollout."""
-    whole = torch.zeros(2, *rollout.logprobs.shape)                                 # (2, N, S-1)
-    for rows, *both in scored:
-        both = torch.stack(both).cpu()                                          # (2, n, width-1)
-        whole[:, rows, :both.shape[2]] = both
-    return whole
+    both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
+    for rows, width in micro_batches(model, rollout, s):
+        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
+        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
+    return both
 
 
 def micro_batches(model, rollout, s):
@@ -359,7 +392,7 @@ def micro_batches(model, rollout, s):
     return with_progress(cuts, desc="micro-batches")
 
 
-def token_logprobs_of(model, rollout, rows, width, s, measure=True):
+def micro_batch_logprobs(model, rollout, rows, width, s, measure):
     """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
@@ -369,8 +402,6 @@ def token_logprobs_of(model, rollout, rows, width, s, measure=True):
 
 def mini_batches(rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    if s.minibatches == 1:
-        return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     if s.minibatches > len(groups):
         raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
@@ -392,7 +423,8 @@ def check_sampler(parts, rollout, s):
 def sampler_difference(rollout):
     """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
     old = rollout.old_logprobs                                                         # (N, S-1)
-    apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
+    apart = (rollout.sampler_logprobs - old).abs()
+    apart = apart.where(old.isfinite(), 0)  # else the update is skipped
     nats = apart.sum() / rollout.mask.sum()
     return mean_of_ranks({"nats": nats})["nats"]
 
@@ -404,42 +436,47 @@ def loss_mask(rollout, s):
     return rollout.mask
 
 
-def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
-    """The metrics of a step: the answers of its first draw, the mean of its updates, its time."""
-    lengths = all_rows(first_draw.mask.sum(dim=1).float())                             # (N,)
-    rewards = all_rows(first_draw.rewards)                                             # (N,)
-    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
-    flat = is_flat(rewards, s.group_size)                                              # (B,)
-    if s.step_reward:  # equal sums of an answer's steps may still teach
-        flat = ~all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
+def answer_metrics(rollout, group_size):
+    """The metrics of drawn answers and of their rewards."""
+    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
+    rewards = all_rows(rollout.rewards)                                                # (N,)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(first_draw.rule_rewards)
+    known = all_rows(rollout.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
+        "reward_std_in_groups": rewards.view(-1, group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
-        "flat_groups": flat.float().mean(),
+        "flat_groups": is_flat(rewards, group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
+        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
+    }
+    for name, values in (rollout.reward_parts or {}).items():
+        metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
+    return metrics
+
+
+def step_metrics(rollout, metrics, updates, s):
+    """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds"))
+    metrics = metrics | {
         "tokens": tokens,
         "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
-        **seconds,
-        "tokens_per_second": tokens / seconds.total(),
+        "tokens_per_second": tokens / seconds,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
+        metrics["flat_groups"] = (~teaches).float().mean()
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
-    if s.max_resample:
-        metrics["resampled_groups"] = sum(from_all_ranks(resampled))
-    for name, values in (first_draw.reward_parts or {}).items():
-        metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -846,7 +883,7 @@ def read_config(file):
 # is made.
 
 def load(s):
-    """Settings that plan_memory has completed -> the parts of a run, named below."""
+    """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
     if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
         raise BadInput("--reward-weights: one for each --reward")
@@ -882,10 +919,8 @@ def load(s):
             initial = deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
-    return SimpleNamespace(
-        policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
-        optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
-        reward_model=reward_model)
+    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
+                 reward_of, reward_model)
 
 
 def check_combinations(s):
@@ -1940,7 +1975,7 @@ def print_trace(parts, s):
                f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
-    new, _ = all_token_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
+    new, _ = rollout_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
     old = rollout.old_logprobs
     # Without a reference (--kl-coef 0) its column repeats the old policy.
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs

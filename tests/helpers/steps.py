@@ -61,9 +61,12 @@ def whole_step(p, reward_of=lambda *_: REWARDS, **how):
 
 def updated(p, model, optimizer, rollout, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
-    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
+    old, entropy = torch.zeros(2, *rollout.mask.shape)
+    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4),
+                                  old_logprobs=old, entropy=entropy)
     given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
-    return train.update(given, rollout, dataclasses.replace(p.settings, **changes))
+    s = dataclasses.replace(p.settings, **changes)
+    return train.gradient_step(given, rollout, s, fills_old=True)
 
 
 def all_gradients(model):

@@ -92,7 +92,7 @@ FAMILY = {
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature)[0].detach()
-    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(rollout.sampler_logprobs, expected, rtol=0, atol=atol)
 
 
 # --- The definition, and log-probs; test_families.py decodes greedily -----------------------------
@@ -136,7 +136,7 @@ def test_every_token_is_drawn_from_float32_logits(T):
     logits = hidden[0][:, -1].double() @ model.lm_head.weight.double().T
     expected = (logits / 4.0).log_softmax(dim=-1).repeat_interleave(8, dim=0)
     expected = expected.gather(1, rollout.input_ids[rows, first][:, None])[:, 0]
-    error = (rollout.logprobs[rows, first - 1] - expected).abs().max()
+    error = (rollout.sampler_logprobs[rows, first - 1] - expected).abs().max()
     assert error < 1e-5 and logits.abs().max() > 16
 
 
@@ -162,7 +162,8 @@ def test_the_layout(model, config, ends, limit):
     config("eos_token_id", ends)
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 50, limit, 1.5, seeded())
     assert rollout.input_ids.dtype == rollout.labels.dtype == torch.long
-    assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
+    logprobs = rollout.sampler_logprobs
+    assert logprobs.dtype == torch.float32 and not logprobs.requires_grad
     longest = 0
     for n, row in enumerate(rollout.input_ids.tolist()):
         prompt = ids_of(PROMPTS[n // 50])
@@ -174,7 +175,7 @@ def test_the_layout(model, config, ends, limit):
         assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
         assert rollout.answer_ids[n] == answer
         spoken = [0] * (len(prompt) - 1) + [-1] * length + [0] * len(rest)
-        assert rollout.logprobs[n].sign().tolist() == spoken
+        assert rollout.sampler_logprobs[n].sign().tolist() == spoken
         assert bool(rollout.finished[n]) == (answer[-1] in ends)
         text = answer[:-1] if answer[-1] in ends else answer     # the end token alone is left out
         assert rollout.responses[n].split() == TOKENIZER.convert_ids_to_tokens(text)
@@ -216,7 +217,7 @@ def test_join_and_take(widths):
     same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
-    for per_token in (both.logprobs, both.entropy):
+    for per_token in (both.sampler_logprobs, both.entropy):
         assert not per_token[short, S - 1:].any()
     for name, value in vars(sample.take(b, [2, 0, 2])).items():      # in any order, more than once
         if not isinstance(value, dict) and value is not None:

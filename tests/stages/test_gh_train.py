@@ -42,7 +42,7 @@ def test_by_hand():
     assert gradient_of_it.norm() > 0.1                    # -(mean of A grad log pi) is not
     # [H] Fresh log-probs: what was right is now more likely, what was wrong less
     logp, _ = logprobs_on_full_logits(p.policy_model, rollout, 1.0)
-    moved = ((logp - rollout.logprobs) * rollout.mask).sum(dim=1)
+    moved = ((logp - rollout.sampler_logprobs) * rollout.mask).sum(dim=1)
     assert (moved * rollout.advantages).sum() > 0
 
 
@@ -157,7 +157,7 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, slow, rounding, fault, cor
             rollout = sample_groups(*how)
             with torch.no_grad():
                 exact, _ = token_logprobs(p.policy_model, rollout.input_ids, rollout.labels)
-            rollout.logprobs = exact + nats * rollout.mask
+            rollout.sampler_logprobs = exact + nats * rollout.mask
             return rollout
 
         try:
@@ -190,15 +190,15 @@ def measured(monkeypatch):
         mask = rollout.labels[:, 1:] != IGNORE
         with torch.no_grad():
             drawn, _ = logprobs_on_full_logits(p.policy_model, rollout, 0.8)
-            rollout.logprobs = drawn.float() * mask
+            rollout.sampler_logprobs = drawn.float() * mask
             old, entropy = logprobs_on_full_logits(p.policy_model, rollout, 0.7)
-        moments = iter([100.0, 100.0, 101.5, 102.0, 105.0])
+        moments = iter([100.0, 101.5, 102.0, 102.0, 105.0])
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
         monkeypatch.setattr(train, "check_sampler", lambda *_: None)      # another temperature
         batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
         p.sampler, p.reward_of = lambda *_: rollout, reward_of
         metrics, _ = train.train_step(p, batch, p.settings)
-        drift = (old - rollout.logprobs)[mask].abs().mean()
+        drift = (old - rollout.sampler_logprobs)[mask].abs().mean()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
 
@@ -405,7 +405,8 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
             [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
             [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
         run.append("evaluations.jsonl", *(
-            {"step": step, "problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+            {"step": step, "eval_id": 1, "problem": f"question {x}", "answer": text,
+             "reward": earned, "truth": x}
             for x, (text, earned) in zip("1234", answers)))
         run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
     train.print_story(run)

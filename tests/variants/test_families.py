@@ -114,7 +114,8 @@ def test_greedy_answers(name):
             logits = model(rollout.input_ids, use_cache=False).logits[:, :-1]
         same(logits.argmax(dim=2)[rollout.mask], rollout.input_ids[:, 1:][rollout.mask])
         logp = logits.log_softmax(dim=2).gather(2, rollout.input_ids[:, 1:, None])[:, :, 0]
-        torch.testing.assert_close(rollout.logprobs, logp.where(rollout.mask, 0), rtol=0, atol=1e-4)
+        torch.testing.assert_close(rollout.sampler_logprobs, logp.where(rollout.mask, 0), rtol=0,
+                                   atol=1e-4)
         for row, finished in zip(rollout.answer_ids, rollout.finished):
             assert finished == (SHAPE["eos_token_id"] in row) and (finished or len(row) == 5)
 

@@ -26,7 +26,8 @@ def mixed_rollout(p):
                             seeded(3))
     rollout.finished = torch.arange(8) % 3 > 0
     if p.settings.sampler_correction:
-        rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
+        noise = torch.randn(rollout.mask.shape, generator=seeded())
+        rollout.sampler_logprobs += rollout.mask * noise
     first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.problems)
     rollout.responses = [first, "\\boxed{-1}", "none", first, "\\boxed{-1}", second, "none", "no"]
     return rollout
@@ -77,7 +78,7 @@ def by_hand(p, rollout, flags):
         logp, _ = logprobs_on_full_logits(model, rollout, s.temperature)
         rows = rows[mask[rows].any(dim=1)]                # a masked row is as if it were not there
         if s.sampler_correction:
-            how["sampler_logprobs"] = rollout.logprobs.double()[rows]
+            how["sampler_logprobs"] = rollout.sampler_logprobs.double()[rows]
         loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if s.kl_coef else None,
                                   advantages[rows], mask[rows], **how)
         grads = torch.autograd.grad(loss, [*model.parameters()])
@@ -170,9 +171,9 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, mixed_rollout(p), [])["skipped_updates"] == 4  # one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
-    rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
     first, second = train.mini_batches(rollout, settings("--group-size=2", "--minibatches=2"))
-    same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
+    drawn = rollout.sampler_logprobs
+    same([first.sampler_logprobs, second.sampler_logprobs], [drawn[:6], drawn[6:]])
 
 
 def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
