@@ -235,26 +235,23 @@ def train_grpo(parts, settings, run=None):
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
     with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
-        if run.pending:  # the start, or a step that was saved before its evaluation
-            finish_step(run, parts, s)
-        for step in range(run.step + 1, s.steps + 1):
-            if run.stopped():
+        for done in range(run.step, s.steps + 1):  # so many steps are done
+            evaluate_if_due(run, parts, s)
+            if run.stopped() or done == s.steps:
                 break
+            step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
-            adapt_kl_coef(run.history[-1], s)
+            adapt_kl_coef(run, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
             metrics, rollout = train_step(parts, batch, s)
-            metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
             run.log_samples(rollout, step, s.group_size)
-            is_last = step == s.steps
-            run.hold(metrics, is_last or step % s.eval_every == 0)
+            run.log({"step": step, "lr": lr, **metrics})
             # Before the evaluation, which takes its time: a kill in it costs no step.
-            if is_last or step % s.save_every == 0:
+            if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
-            finish_step(run, parts, s)
             update_bar(bar, run)
 
 
@@ -262,7 +259,7 @@ def train_grpo(parts, settings, run=None):
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        batch_of_step … finish_step            what train_grpo calls
+#   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
@@ -536,9 +533,10 @@ def update_reference(parts, rollout, step, s):
     return metrics
 
 
-def adapt_kl_coef(last, s):
+def adapt_kl_coef(run, s):
     """--kl-band: this step's beta, by the metrics of the last step."""
-    if s.kl_band and "kl_coef" in last:  # the line of the start has none
+    if s.kl_band and run.history:
+        last = run.history[-1]
         s.kl_coef = last["kl_coef"]
         if last["approx_kl"] is not None:  # else the step was skipped
             s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
@@ -587,24 +585,25 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
     return metrics, rows
 
 
-def finish_step(run, parts, s):
-    """Evaluate the step that is done, if it is its turn, and log it.
+def evaluate_if_due(run, parts, s):
+    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
 
-    A signal breaks the evaluation off: the step stays pending, and a resumed run asks it anew.
+    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
     """
-    metrics = run.pending
-    if run.is_due:
-        scores, rows = evaluate(parts, s, run=run)
-        if run.stopped():
-            return
-        # Scores of other problems or rewards get another number: they are never compared.
-        asked = [(row["problem"], row["truth"]) for row in rows], s.reward, s.reward_weights
-        scores["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
-        run.append("evaluations.jsonl", *({"step": run.step, **row} for row in rows))
-        metrics = metrics | scores
-    run.log(metrics)
-    if run.is_due:
-        keep_best(run, parts, s)
+    # Scores of other problems or rewards get another number: they never compete.
+    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
+    eval_id = zlib.crc32(repr(asked).encode())
+    steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
+    is_turn = not steps or run.step == s.steps or run.step % s.eval_every == 0
+    if run.step in steps or not is_turn:
+        return
+    scores, rows = evaluate(parts, s, run=run)
+    if run.stopped():
+        return
+    key = {"step": run.step, "eval_id": eval_id}
+    run.append("evaluations.jsonl", *(key | row for row in rows))
+    run.log(key | scores)
+    keep_best(run, parts, s)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1371,6 +1370,7 @@ def sampling_model(model):
 # A run: its state, and its folder
 
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
+RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
 # Of a group in samples.jsonl; most groups have the first three alone
 TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
 
@@ -1402,10 +1402,11 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     # In a checkpoint; what the logs hold is read from them
-    SAVED = "pending is_due log_sizes pairs command".split()
+    SAVED = "step pairs command".split()
 
-    is_due = True  # whether the pending step is to be evaluated
-    is_whole = True  # no weight has moved since the last step that is done
+    step = 0  # the last one that is done
+    saved_step = None  # that of the checkpoint
+    is_mid_step = False  # a weight has moved since then
     command = ""  # the one that began the run; none if Python did
     resume_command = ""  # set once there is something to resume
     name = ""
@@ -1414,15 +1415,9 @@ class Run:
     answer = ""  # the last of the step
 
     def __init__(self):
-        self.pending = {"step": 0}  # the metrics of a step, until they are logged
-        self.history = []  # the lines of metrics.jsonl
-        self.log_sizes = dict.fromkeys(LOGS, 0)  # in bytes, up to the last step that is done
+        self.history = []  # the lines of metrics.jsonl: those of steps,
+        self.evaluations = []  # and those of evaluations
         self.pairs = [], []  # a reward model's, when it is saved
-
-    @property
-    def step(self):
-        """The last step that is done."""
-        return (self.pending or self.history[-1])["step"]
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1468,51 +1463,42 @@ class Run:
             self.signal = number
         return number
 
-    def hold(self, metrics, is_due):
-        """A step is done. Its metrics wait for its evaluation, if that is due, and for the log."""
-        self.pending, self.is_due, self.is_whole = metrics, is_due, True
-        self.measure_logs()
-
-    def measure_logs(self):
-        """Note how long the logs are: a resumed run cuts off what comes later."""
-        for name in LOGS:
-            if self.folder and (self.folder / name).exists():
-                self.log_sizes[name] = (self.folder / name).stat().st_size
-
     def log(self, metrics):
-        """Write a line of metrics, with a warning if they show a known failure."""
-        metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
-                   for name, value in metrics.items()}
-        self.history.append(metrics)
-        # The first line is that of the start; and one warning is enough.
-        if "loss" in metrics and not self.curve("warning"):
-            if symptom := symptoms(self.history[1:], self.answer):
-                metrics["warning"] = symptom
-                print0(f"step {metrics['step']}: {symptom}", sys.stderr)
-        self.append("metrics.jsonl", metrics)
-        self.measure_logs()
-        self.pending = None
-        if all(row.get("skipped_updates") for row in self.history[-10:]):  # step 0 has none
+        """Write the line of a step or of an evaluation; a step's warns of a known failure."""
+        line = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
+                for name, value in metrics.items()}
+        is_step = "eval_id" not in line
+        if is_step:
+            recent = [*self.history[-RECENT:], line]
+            symptom = symptoms(recent, self.answer)
+            if symptom and not any("warning" in row for row in recent):  # one is enough
+                line["warning"] = symptom
+                print0(f"step {line['step']}: {symptom}", sys.stderr)
+        self.append("metrics.jsonl", line)
+        (self.history if is_step else self.evaluations).append(line)
+        self.step, self.is_mid_step = line["step"], False
+        if sum(row.get("skipped_updates", 0) > 0 for row in self.history[-10:]) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
 
-    def curve(self, name):
-        """A metric over the steps: (step, value), without steps that lack it or have null.
+    def curve(self, name, n=0):
+        """A metric over all steps, or over the last n: (step, value)s, without those of null.
 
         Of evaluations only those that asked what the last one asked: others cannot be compared.
         """
-        rows = [row for row in self.history if row.get(name) is not None]
+        rows = self.history[-n:]
         if name.startswith("eval_"):
-            last = [row["eval_id"] for row in self.history if "eval_id" in row][-1:]
-            rows = [row for row in rows if row["eval_id"] in last]
-        return [(row["step"], row[name]) for row in rows]
+            rows = [row for row in self.evaluations[-n:]
+                    if row["eval_id"] == self.evaluations[-1]["eval_id"]]
+        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
     def first_and_last(self):
         """The answers of the first and of the last evaluation of the same problems, see row_of."""
+        points = self.curve("eval_id")
         rows = self.records("evaluations.jsonl")
-        steps = [step for step, _ in self.curve("eval_id")]
-        return [[row for row in rows if row["step"] == step] for step in (steps[0], steps[-1])]
+        return [[row for row in rows if (row["step"], row["eval_id"]) == point]
+                for point in (points[0], points[-1])]
 
     def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
@@ -1539,6 +1525,11 @@ class Run:
         """What a log has: a list of dicts."""
         with open(Path(self.name, name)) as log:
             return list(map(json.loads, log))
+
+    def read_metrics(self):
+        """Know what metrics.jsonl says."""
+        for line in self.records("metrics.jsonl"):
+            (self.evaluations if "eval_id" in line else self.history).append(line)
 
     @contextmanager
     def replacing(self, name):
@@ -1589,9 +1580,9 @@ def keep_best(run, parts, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint is a moment after a step: all tensors that training moves, Run's few counters, and
-# the lengths of the logs. To go on is to load it and to cut the logs to these lengths. All else, as
-# problems, random numbers and learning rate, follows from the step and the settings.
+# A checkpoint is a moment after a step: all tensors that training moves, and Run's few counters.
+# To go on is to load it and to cut off what was logged after that step. All else, as problems,
+# random numbers and learning rate, follows from the step and the settings.
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -1616,7 +1607,12 @@ def checkpoint_tensors(parts, s):
 
 @torch.no_grad()
 def save_checkpoint(run, parts, s):
-    """Write one safetensors file and move it over the old one. BadInput: a weight is not finite."""
+    """Write one safetensors file and move it over the old one, unless that is of this step.
+
+    BadInput: a weight is not finite.
+    """
+    if run.saved_step == run.step:
+        return
     if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
         raise BadInput(f"after step {run.step} weights are not finite: --lr or --weight-decay may "
                        "be too large")
@@ -1630,6 +1626,7 @@ def save_checkpoint(run, parts, s):
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing(CHECKPOINT) as new:
             save_file(whole, new)
+    run.saved_step = run.step
 
 
 @torch.no_grad()
@@ -1658,18 +1655,31 @@ def load_checkpoint(run, parts, s):
         parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the weights are still those of the start
+    run.saved_step = run.step
     with blame(f"--resume: a log in {run.name} is not whole:"):
         on_rank_0(cut_logs, run)
-        run.history = run.records("metrics.jsonl")
+        run.read_metrics()
+        if run.step and [line["step"] for line in run.history[-1:]] != [run.step]:
+            raise ValueError(f"metrics.jsonl has no line of step {run.step}")
     keep_best(run, parts, s)
 
 
 def cut_logs(run):
-    """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
-    for name, size in run.log_sizes.items():
-        mode = "rb+" if size else "ab"  # one that has lines must be there
-        with open(run.folder / name, mode) as log:
-            log.truncate(min(size, log.seek(0, os.SEEK_END)))
+    """Keep in the logs the lines of steps and evaluations that metrics.jsonl has up to this step.
+
+    After a kill there may be later ones, half a line, and answers of half an evaluation.
+    """
+    for name in LOGS:
+        path = run.folder / name
+        if run.step == 0:
+            path.touch()  # the kill may have come before its first line
+        lines = path.read_text().splitlines(keepends=True)
+        lines = [line for line in lines if line.endswith("\n")]
+        keys = [(row["step"], row.get("eval_id")) for row in map(json.loads, lines)]
+        if name == "metrics.jsonl":  # the first
+            logged = {key for key in keys if key[0] <= run.step}
+        with run.replacing(name) as new:
+            new.write_text("".join(line for line, key in zip(lines, keys) if key in logged))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1727,21 +1737,22 @@ def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
-    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_whole", False))
+    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
         with run.stopping_on_signals():
             train_grpo(parts, s, run)
+            stopped = run.stopped()
     except Exception:
         # An error in a reward, say, costs no step. With other ranks, which may not come here, it
         # costs those since the last checkpoint.
-        if run.is_whole and world() == 1:
+        if not run.is_mid_step and world() == 1:
             save_checkpoint(run, parts, s)
         raise
-    if run.pending or run.step < s.steps:
+    if stopped:
         save_checkpoint(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + run.signal
+        return 128 + stopped
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
@@ -1827,17 +1838,18 @@ peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_los
 clip_fraction_high ratio_mean sampler_difference eval_id""".split()
 
 
-def curves_of(run):
-    """What the metrics say: a list of (metric, its title, (step, value)s).
+def curves_of(run, n=0):
+    """What the metrics of all steps say, or of the last n: (metric, its title, (step, value)s)s.
 
     Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
     steps or more, because those of one step are few, and there are at most 40 points.
     """
-    rewards = [name for name in run.history[-1] if "reward/" in name]
-    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
+    last = run.history[-1] if run.history else {}
+    rewards = [name for name in last if "reward/" in name]
+    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *last]
     curves = []
     for metric in dict.fromkeys(names):
-        points = run.curve(metric)
+        points = run.curve(metric, n)
         # Beside a score, what is 0 throughout says nothing.
         is_shown = not curves or metric in rewards or any(value for _, value in points)
         if points and is_shown and metric not in NOT_SHOWN:
@@ -1866,7 +1878,7 @@ def best_step(run):
 def update_bar(bar, run):
     """Show where the first six curves have come to."""
     bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
-                     for _, title, points in curves_of(run)[:6]})
+                     for _, title, points in curves_of(run, RECENT)[:6]})
     bar.update()
 
 

@@ -279,10 +279,10 @@ def test_evaluation_is_its_definition():
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     run = loop(tmp_path, "--warmup-steps=4", "--eval-every=2", "--save-every=3",
                "--updates-per-rollout=1")
-    assert run.rates == [m["lr"] for m in run.history[1:]]
+    assert run.rates == [m["lr"] for m in run.history]
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
-    assert [m["step"] for m in run.history] == list(range(6))
-    assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
+    assert [m["step"] for m in run.history] == list(range(1, 6))
+    assert [m["step"] for m in run.evaluations] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
     assert [len(rows) for rows in run.first_and_last()] == [3, 3]
 
@@ -301,7 +301,7 @@ def test_every_step_asks_its_own_problems(tmp_path):
         assert prompts == rollout.prompts[::2] and len(generators) == len(prompts)
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
-    assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
+    assert run.evaluations[-1]["eval_reward"] == pytest.approx(1.0)
 
 
 def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):

@@ -149,13 +149,13 @@ def updates(policy, tokenizer, s):
                             reward_of=None)
     found = []
 
-    def counted(parts, rollout, settings, update=train.update):
+    def counted(parts, rollout, settings, fills_old, step=train.gradient_step):
         with counting() as count:
-            metrics = update(parts, rollout, settings)
+            metrics = step(parts, rollout, settings, fills_old)
         found.append(dataclasses.replace(count(), rows=len(rollout.responses)))
         return metrics
 
-    with patch.object(train, "update", counted):
+    with patch.object(train, "gradient_step", counted):
         for step in (1, 2):                                  # in the first one things are made
             found.clear()
             batch = train.batch_of_step(parts, step, s)

@@ -66,8 +66,9 @@ def main(folder):
     run = run_of(folder)
     for group in tinted_groups(run):
         tensors = {name: torch.tensor(group[name]) for name in train.TENSORS}
-        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
-        logprobs, _ = train.all_token_logprobs(model, answers, s)                         # (G, S-1)
+        answers = sample.Rollout(**tensors, sampler_logprobs=tensors["old_logprobs"],
+                                responses=None)
+        logprobs, _ = train.rollout_logprobs(model, answers, s)                         # (G, S-1)
         sections += section_of(group, answers, logprobs - answers.old_logprobs, tokenizer)
     page = folder / "page.html"
     page.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -83,7 +84,7 @@ def run_of(folder):
     """The Run that its folder tells of."""
     run = train.Run()
     run.name, run.folder = str(folder), folder
-    run.history, run.pending = run.records("metrics.jsonl"), None
+    run.read_metrics()
     return run
 
 
@@ -91,7 +92,7 @@ def page_of(run, sections, s):
     """The HTML of the page."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
     curves = curves_of(run)
-    steps = run.history[-1]["step"]
+    steps = run.evaluations[-1]["step"]
     figures = "".join(figure_of_curve(*curve, steps) for curve in curves)
     _, n = points_and_steps(steps)
     metric, title, points = curves[0]

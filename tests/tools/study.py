@@ -317,7 +317,7 @@ def run_one(output, arm, seed, steps, real=""):
         return status
     seconds = time.process_time() - others.seconds
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = figures([json.loads(line) for line in lines])
+    found = figures(list(map(json.loads, lines)))
     found["cpu_seconds"] = seconds
     train.sample_groups = sample_groups
     train.answers_and_rewards = others.answer                # or the exam would ask others, too
@@ -413,7 +413,7 @@ def exam(train, final, samples=4):
         with train.torch.no_grad():                      # of the sampled ones
             ref_logprobs, _ = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
         tokens += int(rollout.mask.sum())
-        log_pi += float(rollout.logprobs.double().sum())
+        log_pi += float(rollout.sampler_logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
     return {**{name: right[name] / rows[name] for name in rows}, "tokens": tokens / rows["sampled"],
             "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
@@ -445,7 +445,7 @@ def digest():
 
 def figures(metrics):
     """The lines of metrics.jsonl -> the figures of one run."""
-    steps = [line for line in metrics if line["step"] > 0]
+    steps = [line for line in metrics if "loss" in line]
 
     def mean(name, lines):
         values = [line[name] for line in lines if line.get(name) is not None]
