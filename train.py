@@ -66,7 +66,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import logprob
 import reward
 import sample
-from advantage import ADVANTAGES, BY_ENTROPY, is_flat, plain_advantages, process_advantages
+from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, plain_advantages
+from advantage import process_advantages, std_of
 from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
@@ -330,11 +331,15 @@ def answers_and_rewards(policy, parts, batch, s):
     rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
     rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
-    rollout.rewards = rollout.rule_rewards                                             # (N,)
+    rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-        rollout.rewards = values.reshape_as(rollout.rule_rewards)
+        rollout.rewards = values.reshape_as(rollout.rewards)
+    # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
+    unscored = rollout.rewards.isnan()
+    rollout.labels[unscored] = sample.IGNORE
+    rollout.rule_rewards[unscored] = math.nan
     return rollout, Counter(seconds_sampling=drawn - start,
                             seconds_scoring=time.perf_counter() - drawn)
 
@@ -362,6 +367,7 @@ def advantages_of(parts, rollout, s):
         raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
         advantages = function(**select_kwargs(function, given)).float()
+    advantages[rollout.rewards.isnan()] = 0
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
@@ -421,8 +427,8 @@ def sampler_difference(rollout):
     """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
     old = rollout.old_logprobs                                                         # (N, S-1)
     apart = (rollout.sampler_logprobs - old).abs()
-    apart = apart.where(old.isfinite(), 0)  # else the update is skipped
-    nats = apart.sum() / rollout.mask.sum()
+    apart = apart.where(rollout.mask & old.isfinite(), 0)  # else the update is skipped
+    nats = apart.sum() / rollout.mask.sum().clamp(min=1)
     return mean_of_ranks({"nats": nats})["nats"]
 
 
@@ -435,21 +441,22 @@ def loss_mask(rollout, s):
 
 def answer_metrics(rollout, group_size):
     """The metrics of drawn answers and of their rewards."""
-    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = all_rows(rollout.rewards)                                                # (N,)
+    scored = ~rewards.isnan()  # the other answers are in no metric
+    lengths = all_rows(rollout.mask.sum(dim=1)).float().where(scored, math.nan)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = all_rows(rollout.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
-        "reward_mean": rewards.mean(),
-        "reward_std": rewards.std(correction=0),
-        "reward_std_in_groups": rewards.view(-1, group_size).std(dim=1, correction=0).mean(),
+        "reward_mean": rewards.nanmean(),
+        "reward_std": rewards[scored].std(correction=0),
+        "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
         "flat_groups": is_flat(rewards, group_size).float().mean(),
-        "response_length_mean": lengths.mean(),
-        "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
+        "response_length_mean": lengths.nanmean(),
+        "response_length_p95": lengths.nanquantile(0.95),
+        "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
     }
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
