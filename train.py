@@ -601,7 +601,7 @@ def evaluate_if_due(run, parts, s):
     asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
     eval_id = zlib.crc32(repr(asked).encode())
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
-    is_turn = not steps or run.step == s.steps or run.step % s.eval_every == 0
+    is_turn = not steps or run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
     if run.step in steps or not is_turn:
         return
     scores, rows = evaluate(parts, s, run=run)
@@ -709,7 +709,7 @@ class Settings:
     gradient_checkpointing: bool = None  # recompute layers [if memory is short]
     offload: bool = None  # optimizer state in host memory [if memory is short]
     # measuring
-    eval_every: from_1 = 50  # steps between evaluations
+    eval_every: from_0 = 50  # steps between evaluations; 0: before the first and after the last
     eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
     save_every: from_1 = 50  # steps between checkpoints
     best: bool = True  # keep the policy of the best evaluation in best/
@@ -1252,12 +1252,16 @@ def print_memory(s):
 # Several GPUs (torchrun), by torch's FSDP2: every rank holds a shard of the weights and of their
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
+# What torchrun tells, read once: a user's reward may set these for a judge of its own.
+RANK, WORLD_SIZE = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+
+
 def rank():
-    return int(os.environ.get("RANK") or 0)  # torchrun sets it
+    return int(RANK or 0)
 
 
 def world():
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return int(WORLD_SIZE or 1)
 
 
 @blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
@@ -1409,12 +1413,13 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     # In a checkpoint; what the logs hold is read from them
-    SAVED = "step pairs command".split()
+    SAVED = "step pairs command origin".split()
 
     step = 0  # the last one that is done
     saved_step = None  # that of the checkpoint
     is_mid_step = False  # a weight has moved since then
     command = ""  # the one that began the run; none if Python did
+    origin = None  # what it began with, see origin_of
     resume_command = ""  # set once there is something to resume
     name = ""
     folder = None  # of rank 0, see claim_folder()
@@ -1638,7 +1643,7 @@ def save_checkpoint(run, parts, s):
 
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
-    """Restore what the checkpoint holds, and cut off what was logged after it."""
+    """Restore what the checkpoint holds."""
     path = Path(run.name, CHECKPOINT)
     command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
@@ -1663,12 +1668,15 @@ def load_checkpoint(run, parts, s):
     if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the weights are still those of the start
     run.saved_step = run.step
+
+
+def load_logs(run):
+    """Know what the logs say up to the checkpoint, and cut off what comes later."""
     with blame(f"--resume: a log in {run.name} is not whole:"):
         on_rank_0(cut_logs, run)
         run.read_metrics()
         if run.step and [line["step"] for line in run.history[-1:]] != [run.step]:
             raise ValueError(f"metrics.jsonl has no line of step {run.step}")
-    keep_best(run, parts, s)
 
 
 def cut_logs(run):
@@ -1743,7 +1751,9 @@ def line_of(error):
 def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
-    begin(run, parts, s)
+    if not begin(run, parts, s):
+        print0(f"already at step {run.step}: nothing to do")
+        return 0
     parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
@@ -1770,21 +1780,46 @@ def train(parts, s, run):
 
 
 def begin(run, parts, s):
-    """Restore the checkpoint or write the first one, write the settings, print what starts."""
+    """Restore the checkpoint or write the first one, write the settings, print what starts.
+
+    -> whether there is a step to do; if there is none, nothing is written.
+    """
+    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+    today = run.origin = origin_of(parts, settings)
     if s.resume:
-        load_checkpoint(run, parts, s)
+        load_checkpoint(run, parts, s)  # with the run's own origin
+        if run.step > s.steps:
+            return False
+        load_logs(run)
+        keep_best(run, parts, s)
+        if changed := [name for name in today if today[name] != run.origin.get(name)]:
+            print0(f"not as when the run began: {', '.join(changed)}")
     else:
         save_checkpoint(run, parts, s)
     if run.folder:  # last: where there are settings, there is a checkpoint
-        settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(settings, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
-    print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
-           f"processes: {world()}; settings of {s.config or 'the command line'}\n"
+    weights = parts.policy_model.num_parameters()
+    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    print0(f"policy    {weights / 1e6:.2f}M parameters, {trained / 1e6:.2f}M are trained"
+           f"{', of LoRA alone' * (s.lora_rank > 0)}; processes: {world()}; settings of "
+           f"{s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
+    return True
+
+
+def origin_of(parts, settings):
+    """What a run begins with: {flag: value}, a number for the weights and one for the problems."""
+    origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
+    bits = 0
+    for weight in parts.policy_model.parameters():
+        bits += int(whole_of(weight.detach()).view(torch.int16).sum())
+    origin["the weights of --model"] = bits  # the reference begins with them, too
+    origin["the problems of --data"] = zlib.crc32(repr(parts.problems).encode())
+    return origin
 
 
 def survive_closing(stream):
