@@ -69,7 +69,7 @@ def std_of(A):
 
 def bessel(A):
     """(B, G) -> (B, 1): n / (n - 1) for the n numbers of each group that are not NaN."""
-    n = (~A.isnan()).sum(dim=1, keepdim=True)
+    n = (~A.isnan()).double().sum(dim=1, keepdim=True)
     return n / (n - 1).clamp(min=1)
 
 
