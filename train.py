@@ -39,7 +39,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from inspect import getsource, signature
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,7 +230,7 @@ def train_grpo(parts, settings, run=None):
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
-#   memory          plan_memory                            counted before it is taken
+#   memory          plan_memory                            a rule, before any is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
@@ -695,9 +694,9 @@ class Settings:
         return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
 
     @property
-    def is_whole(self):
-        """Whether every rank holds all weights. With LoRA it does: only factors are trained."""
-        return world() == 1 or self.lora_rank > 0
+    def has_shards(self):
+        """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
+        return world() > 1 and self.lora_rank == 0
 
 
 FIELDS = vars(Settings())  # {name: default}
@@ -879,7 +878,7 @@ def load(s):
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+            initial = load_policy(s)[0] if s.has_shards else deepcopy(policy_model)
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return SimpleNamespace(
@@ -962,7 +961,8 @@ def settings_of_device(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+    # No memory of its own, shards, or weights that are their own masters
+    if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
     return s, model
 
@@ -971,7 +971,7 @@ def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(
-            s.model, s.device if s.is_whole else "cpu", s.dtype)
+            s.model, "cpu" if s.has_shards else s.device, s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
     model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
     if model.fast:
@@ -1114,10 +1114,11 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
-# it, and more time: on a GPU a run takes the first of the four ways that fits.
+# Memory, by a rule of thumb and before anything is loaded. Checkpointing and offload save memory
+# and cost time: on a GPU each is turned on if a step would not fit without it.
 
-PROMPT = 256  # tokens of a prompt that the count assumes
+PROMPT = 256  # tokens of a prompt that the rule assumes
+REST = 3  # GB for logits, keys and values
 ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
           "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
 
@@ -1125,86 +1126,48 @@ ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --off
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, rows, fits in counted_ways(s):
-        need = rows["in all"] / 1e9  # of the last way least
-        if fits or s.eval_only:  # an evaluation has no step
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
-                   + ", with --offload" * way.offload
-                   + ", with --gradient-checkpointing" * way.gradient_checkpointing)
-            return way
-    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
-                   f"be free (details: --dry-run); {ADVICE}")
-
-
-def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
     s, model = settings_of_device(s)
-    free = math.inf  # a CPU's memory is not counted
-    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
-        free = (s.dry_run - 1) * 2**30
-    elif s.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info()
-    for offload, again in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
-            way = replace(s, offload=offload, gradient_checkpointing=again)
-            rows = memory(way, model)
-            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-            yield way, rows, rows["in all"] < 0.9 * free
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    # A CPU's memory is not counted, and an evaluation has no step.
+    if s.device.startswith("cuda") and not s.eval_only:
+        fit_gpu(s, model)
+    return s
 
 
-def memory(s, model):
-    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
-    config = model.config.get_text_config()
+def fit_gpu(s, model):
+    """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    # Of another machine's GPU CUDA itself takes about a GB.
+    free = (s.dry_run - 1) * 2**30 if s.dry_run else torch.cuda.mem_get_info()[0]
+    room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
+    n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
-    n = model.num_parameters()
-    held = trained = n if s.is_whole else n // world()  # by one process
-    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
-    # twice as many where queries and keys have norms.
-    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
-    numbers = sum(sum(W.shape) for W in matrices)
-    has_norms = any("q_norm" in name for name, _ in model.named_modules())
-    activations = numbers * (2 if has_norms else 4 / 3)
-    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
-        layers = config.num_hidden_layers
-        activations = activations / layers + layers * config.hidden_size
+    part = n / world() if s.has_shards else n
+    weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
+    # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
+    # weights, which a reference has.
+    training = 16 * part
     if s.lora_rank:
-        trained = s.lora_rank * numbers  # the factors
-    # With --offload masters and moments are in host memory.
-    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
-    answers = s.prompts_per_step * s.group_size // world()
-    rows = {
-        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
-        # or the first weights, which LoRA needs
-        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
-        "gradients": 4 * trained,
-        "masters": adamw * (size < 4),
-        "moments": 2 * adamw,
-        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
-        "kept for the backward pass": activations * s.micro_batch_tokens * size,
-        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
-    return rows | {"in all": sum(rows.values())}
-
-
-def keys_and_values(config):
-    """How many numbers a model caches of a token."""
-    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * key_heads * width
-
-
-def print_memory(s):
-    """--dry-run: print the count of each way, in GB."""
-    ways, counts, fit = zip(*counted_ways(s))
-    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
-    table = {flag_of(name): [getattr(way, name) for way in ways]
-             for name in ("offload", "gradient_checkpointing")}
-    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
-    for what, cells in (table | {"fits": fit}).items():
-        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
-    if not any(fit):
-        print0(ADVICE)
+        training = 0 if s.kl_coef else weights
+    # Each row of a matrix keeps 1.6 numbers of a token; most layers can keep their input alone.
+    kept = 1.6 * n / model.config.get_text_config().hidden_size * s.micro_batch_tokens * size
+    if s.offload is None:
+        s.offload = weights + training + kept / 10 > room
+    if s.offload:
+        training /= 4  # the gradients stay
+    if s.gradient_checkpointing is None:
+        s.gradient_checkpointing = weights + training + kept > room
+    if s.gradient_checkpointing:
+        kept /= 10
+    need = weights + training + kept
+    if s.dry_run is not None:
+        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
+               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
+               f"in all               {need + REST:5.1f} GB")
+    told = f"a step needs some {need + REST:.3g} GB"
+    if need > room:
+        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
+    print0(f"memory    {told}" + ", with --offload" * s.offload
+           + ", with --gradient-checkpointing" * s.gradient_checkpointing)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1301,7 +1264,7 @@ def shard_of(tensor):
 
 def shard(model, s, samples=False):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
-    if s.is_whole:
+    if not s.has_shards:
         return model
     from torch.distributed import fsdp
 
@@ -1648,7 +1611,7 @@ def main(argv=None):
     try:
         settings = parse(words)
         if settings.dry_run is not None:
-            print_memory(settings)
+            plan_memory(settings)
             return 0
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
