@@ -29,12 +29,9 @@ from safetensors.torch import save_file
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-IGNORE = -100                            # the label of a token outside the loss
+from sample import IGNORE, is_fast
 
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
@@ -75,44 +72,6 @@ def entropy_of(logp):
     """The entropy of each token's distribution, log-probs (m, V) -> (m,), in nats."""
     p = logp.exp()
     return -(p * logp).sum(dim=1)
-
-
-# Families with fast paths: logits are one matrix product of hidden states, and attention is plain
-# and causal. Every other family runs on padded rows, and its own head chunk by chunk.
-FAST = set("""
-    apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
-    olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
-""".split())
-
-
-def use_fast_paths(model):
-    """Let a model of these families take them: once, before it is copied. Not with --no-fast."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    head = model.get_output_embeddings()
-    if (config.model_type not in FAST
-            or getattr(config, "sliding_window", None)
-            # these depend on the longest row of a batch
-            or rope.get("rope_type") in ("longrope", "dynamic")
-            or config._attn_implementation != "sdpa"
-            or type(head) is not torch.nn.Linear or head.bias is not None):
-        return
-    model.set_attn_implementation("long rows")
-    for module in model.modules():               # norms of Llama's kind
-        if hasattr(module, "variance_epsilon"):
-            module.__class__ = FusedNorm
-
-
-def is_fast(model):
-    """Whether the lean head and long rows compute this model's forward pass."""
-    return model.config._attn_implementation == "long rows"
-
-
-class FusedNorm(torch.nn.Module):
-    """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
-
-    def forward(self, x):
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def to_device(device, *tensors):
@@ -219,7 +178,7 @@ def in_float32(x):
 def head_logprobs(model, hidden, targets, temperature, measure):
     """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), 0 without `measure`."""
     head = model.get_output_embeddings()
-    if is_fast(model):
+    if is_fast(model, "long rows"):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1                # Cohere
@@ -311,29 +270,28 @@ class MasterAdamW(torch.optim.AdamW):
 def linears_of(model):
     """{name: module} of every Linear but the head; other matrices, as of experts, stay frozen."""
     head = model.get_output_embeddings()
+    # A class derived from Linear has a forward of its own: a router returns two tensors.
     linears = {name: module for name, module in model.named_modules()
-               if isinstance(module, torch.nn.Linear) and module is not head}
+               if type(module) is torch.nn.Linear and module is not head}
     if not linears:
         raise ValueError(f"{model.config.model_type} models have no Linear but the head")
     return linears
 
 
-def add_factors(linear, first, rank, alpha, generator):
-    """Make a Linear a FactoredLinear; first() makes its W0 in float32, to which c B A is added."""
-    # PEFT begins with the same distribution. B is 0: the first W is W0.
-    n_out, n_in = linear.weight.shape
-    device = linear.weight.device
-    A = 2 * torch.rand(rank, n_in, generator=generator) - 1
-    A /= n_in ** 0.5
-    linear.__class__ = FactoredLinear
-    linear.first = first
-    linear.A = A.to(device).requires_grad_()                                      # (R, in)
-    linear.B = torch.zeros(n_out, rank, device=device, requires_grad=True)        # (out, R)
-    linear.c = alpha / rank
-
-
 class FactoredLinear(torch.nn.Linear):
-    """A Linear whose weight follows its factors."""
+    """A Linear with the weight W0 + c B A, rounded; first() makes its W0 in float32."""
+
+    def __init__(self, linear, first, rank, alpha, generator):
+        n_out, n_in = linear.weight.shape
+        super().__init__(n_in, n_out, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        # PEFT begins with the same distribution. B is 0: the first W is W0.
+        device = linear.weight.device
+        A = (2 * torch.rand(rank, n_in, generator=generator) - 1) / n_in ** 0.5
+        self.A = A.to(device).requires_grad_()                                    # (R, in)
+        self.B = torch.zeros(n_out, rank, device=device, requires_grad=True)      # (out, R)
+        self.c = alpha / rank
+        self.first = first
 
     def forward(self, x):
         return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
@@ -464,7 +422,7 @@ def hidden_states(model, tree):
     ids = tree.ids
     before = tree.labelled - 1
     options = {}
-    if is_fast(model):
+    if is_fast(model, "long rows"):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
@@ -552,20 +510,6 @@ def padded_attention(model, tree):
         return torch.cat(outputs).index_select(0, back)
 
     return attend
-
-
-def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
-    """transformers' own attention; that of a long row if the body was given one."""
-    # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
-    if attend is None:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    # attend: q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return attend(q, k, v, scaling)[None], None
-
-
-AttentionInterface.register("long rows", long_row_attention)
-AttentionMaskInterface.register("long rows", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------

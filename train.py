@@ -349,7 +349,7 @@ def collected(rollout, scored):
 def micro_batches(model, rollout, s):
     """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
     cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            logprob.is_fast(model))
+                            sample.is_fast(model, "long rows"))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
@@ -971,11 +971,8 @@ def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(
-            s.model, "cpu" if s.has_shards else s.device, s.dtype)
+            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain)
         sample.set_template_arguments(tokenizer, s.template_args)
-    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
-    if model.fast:
-        logprob.use_fast_paths(model)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
     return model, tokenizer
@@ -1102,8 +1099,10 @@ def lora_optimizer(model, s, ref_model, **options):
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        logprob.add_factors(linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
-                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
+        linears[name] = logprob.FactoredLinear(
+            linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
+            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
+        model.set_submodule(name, linears[name])
     return LoraAdamW(linears, **options)
 
 

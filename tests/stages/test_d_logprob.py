@@ -17,6 +17,7 @@ from checks import pairwise, same, seeded
 from files import TINY
 from models import answer_rows, logprobs_on_full_logits, small_model
 import logprob
+import sample
 from logprob import (IGNORE, LeanHead, checkpoint_layers, cut_rows, plain_logprobs,
                      sequence_logprob, token_logprobs)
 
@@ -172,7 +173,7 @@ def test_what_rows_begin_with_runs_once(random_model, rows, tokens):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
         assert_same_pull(model, actual, exact, expected, weights)
-    if logprob.is_fast(model):
+    if sample.is_fast(model, "long rows"):
         assert tokens == 0 or run == 2 * [tokens]
 
 
@@ -266,12 +267,12 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
         "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}),
     ("llama", {"attn_implementation": "eager"}), ("llama", {"bias": True})])
 def test_what_a_config_rules_out(kind, changes):
-    assert logprob.is_fast(small_model(kind, **{"sliding_window": None}))
+    assert sample.is_fast(small_model(kind, **{"sliding_window": None}), "long rows")
     model = small_model(kind, fast=False, **{"sliding_window": None, **changes})
     if "bias" in changes:                    # of the head
         model.lm_head.bias = torch.nn.Parameter(model.lm_head.weight[:, 0].detach().clone())
-    logprob.use_fast_paths(model)
-    assert not logprob.is_fast(model)
+    sample.make_fast(model)
+    assert not sample.is_fast(model, "long rows")
     input_ids, labels, _ = batch()
     actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), naive(model, input_ids, labels)[0],
@@ -283,10 +284,10 @@ def test_fused_norms(architecture, norms):
     """A copy's norms read the copy's weights; test_families.py: gradients."""
     model, (input_ids, labels, _) = small_model(architecture, fast=False).bfloat16(), batch()
     before = plain_logprobs(model, input_ids, labels)
-    logprob.use_fast_paths(model)
+    sample.make_fast(model)
     fused = copy.deepcopy(model)
-    assert logprob.is_fast(fused) == (norms > 0)
-    assert sum(isinstance(m, logprob.FusedNorm) for m in fused.modules()) == norms
+    assert sample.is_fast(fused, "long rows") == (norms > 0)
+    assert sum(isinstance(m, torch.nn.RMSNorm) for m in fused.modules()) == norms
     assert (plain_logprobs(fused, input_ids, labels) - before).abs().mean() < 0.1
 
 
