@@ -65,7 +65,7 @@ import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
+from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import HERE, BadInput, blame, column, compared, is_right
@@ -1035,12 +1035,17 @@ def checked_problems(name, source, tokenizer, s):
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
 # by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
+#
+# With LoRA (Hu et al., arXiv 2106.09685) it moves factors A (R, in) and B (out, R) of every Linear
+# but the head: W = W0 + c B A, c = alpha / R. Usually the factors are a second path beside W0, and
+# are merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
     options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return with_moments(lora_optimizer(model, s, ref_model, **options))
+        return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights.items(), **options))
@@ -1049,6 +1054,16 @@ def make_optimizer(model, s, ref_model=None):
         master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
+
+
+def with_moments(optimizer):
+    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
+    for p in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[p]
+        state["step"] = torch.zeros((), device=p.device)  # where the fused kernel needs it
+        state["exp_avg"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
+    return optimizer
 
 
 @torch.no_grad()
@@ -1076,6 +1091,144 @@ def dither(weight, seed, i, device=None):
     return master
 
 
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW on float32 numbers; after each step the model's `weights` are rounded from them."""
+
+    def step(self):
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        """Round each weight to the nearest number."""
+        for weight, exact in zip(self.weights, self.exact_weights()):
+            # From pinned memory, if with --offload; step() waits for gradients.
+            weight.copy_(exact, non_blocking=True)
+
+
+class MasterAdamW(RoundedAdamW):
+    """AdamW on the float32 masters of bfloat16 weights.
+
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
+    """
+
+    def __init__(self, masters, weights, **options):
+        super().__init__(masters.items(), **options)
+        self.masters = list(masters.values())
+        self.weights = weights
+        self.grads = []
+        if self.masters[0].device != weights[0].device:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
+        for weight in weights:
+            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
+            # float32, so the others are added to it in float32.
+            weight.grad_dtype = None  # allows that
+            weight.register_post_accumulate_grad_hook(to_float32)
+
+    def exact_weights(self):
+        return self.masters
+
+    def step(self):
+        for i, weight in enumerate(self.weights):
+            grad = weight.grad
+            if self.grads and grad is not None:
+                grad = self.grads[i].copy_(grad)
+            self.masters[i].grad = grad
+        super().step()
+
+    def zero_grad(self):
+        super().zero_grad()
+        for weight in self.weights:
+            weight.grad = None
+
+
+def to_float32(weight):
+    """Its gradient, in float32 from now on."""
+    weight.grad = weight.grad.float()
+
+
+class LoraAdamW(RoundedAdamW):
+    """AdamW on the factors of FactoredLinears, {name: module}."""
+
+    def __init__(self, linears, **options):
+        self.linears = linears
+        self.weights = [linear.weight for linear in linears.values()]
+        self.factors = {}  # under their names in PEFT
+        for name, linear in linears.items():
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
+        super().__init__(self.factors.items(), **options)
+
+    def exact_weights(self):
+        """Of each Linear W0 + c B A, (out, in), in float32, one after the other."""
+        for linear in self.linears.values():
+            W0 = linear.first()
+            yield W0.addmm_(linear.B, linear.A, alpha=linear.c)
+
+
+def factored_linears(model, s, ref_model):
+    """Put a FactoredLinear in the place of every Linear but the head -> {name: module}.
+
+    All else is frozen, also other matrices, as those of experts.
+    """
+    head = model.get_output_embeddings()
+    # A class derived from Linear has a forward of its own: a router returns two tensors.
+    linears = {name: module for name, module in model.named_modules()
+               if type(module) is torch.nn.Linear and module is not head}
+    if not linears:
+        raise BadInput(f"--lora-rank: {model.config.model_type} models have no Linear but the head")
+    model.requires_grad_(False)
+    for i, (name, linear) in enumerate(linears.items()):
+        device = linear.weight.device
+        if ref_model and not s.renew_reference:  # which keeps the first weights
+            W0 = ref_model.get_submodule(name).weight
+        else:
+            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
+        first = partial(dither, W0, s.seed, i, device)
+        linears[name] = FactoredLinear(linear, first, s, seeded(s.seed, "lora", i))
+        model.set_submodule(name, linears[name])
+    return linears
+
+
+class FactoredLinear(torch.nn.Linear):
+    """A Linear that hands the gradient of its weight on to factors; first() makes W0 in float32."""
+
+    def __init__(self, linear, first, s, generator):
+        n_out, n_in = linear.weight.shape
+        super().__init__(n_in, n_out, device="meta")
+        self.weight, self.bias, self.first = linear.weight, linear.bias, first
+        # PEFT begins with the same distribution. B is 0: the first W is W0.
+        R = s.lora_rank
+        device = linear.weight.device
+        A = (2 * torch.rand(R, n_in, generator=generator) - 1) / n_in ** 0.5
+        self.A = A.to(device).requires_grad_()                                         # (R, in)
+        self.B = torch.zeros(n_out, R, device=device, requires_grad=True)              # (out, R)
+        self.c = (s.lora_alpha or 2 * R) / R
+
+    def forward(self, x):
+        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
+
+
+class FactoredProduct(torch.autograd.Function):
+    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+
+    @staticmethod
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
+        ctx.save_for_backward(x, W, A, B)
+        ctx.c = c
+        return torch.nn.functional.linear(x, W, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ W                                                                    # (..., in)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
+        dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
+        dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
+        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+
+
 def finished_gradients(optimizer):
     """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
@@ -1088,28 +1241,19 @@ def finished_gradients(optimizer):
     return tensors
 
 
-def lora_optimizer(model, s, ref_model, **options):
-    """AdamW on LoRA's factors: see logprob.py."""
-    with blame("--lora-rank:"):
-        linears = logprob.linears_of(model)
-    model.requires_grad_(False)
-    for i, (name, linear) in enumerate(linears.items()):
-        device = linear.weight.device
-        if ref_model and not s.renew_reference:  # which keeps the first weights
-            W0 = ref_model.get_submodule(name).weight
-        else:
-            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        linears[name] = logprob.FactoredLinear(
-            linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
-            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
-        model.set_submodule(name, linears[name])
-    return LoraAdamW(linears, **options)
-
-
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": s.model,
+        "r": s.lora_rank,
+        "lora_alpha": s.lora_alpha or 2 * s.lora_rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in optimizer.linears})}
     with run.replacing("adapter") as new:
-        optimizer.save(new, s.model)
+        new.mkdir()
+        save_file(optimizer.factors, new / "adapter_model.safetensors")
+        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
