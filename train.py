@@ -1012,12 +1012,14 @@ def checked_problems(name, source, tokenizer, s):
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
     unknown = []  # of each prompt how many words the tokenizer does not know
+    marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
+        marked.extend(sample.marks_in(tokenizer, problem)[:1])
         if len(ids) + T > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
                              f"the model's {limit} positions: lower --max-new-tokens or "
@@ -1029,6 +1031,9 @@ def checked_problems(name, source, tokenizer, s):
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
+    if marked:
+        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+               "template may write, and a space breaks it up: give the bare question, or messages")
     return problems
 
 
