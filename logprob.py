@@ -16,7 +16,6 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from inspect import signature
@@ -24,17 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-from safetensors.torch import save_file
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-IGNORE = -100                            # the label of a token outside the loss
+from sample import IGNORE, chat_prompt, ids_of, is_fast, open_policy
 
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
@@ -75,44 +69,6 @@ def entropy_of(logp):
     """The entropy of each token's distribution, log-probs (m, V) -> (m,), in nats."""
     p = logp.exp()
     return -(p * logp).sum(dim=1)
-
-
-# Families with fast paths: logits are one matrix product of hidden states, and attention is plain
-# and causal. Every other family runs on padded rows, and its own head chunk by chunk.
-FAST = set("""
-    apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
-    olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
-""".split())
-
-
-def use_fast_paths(model):
-    """Let a model of these families take them: once, before it is copied. Not with --no-fast."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    head = model.get_output_embeddings()
-    if (config.model_type not in FAST
-            or getattr(config, "sliding_window", None)
-            # these depend on the longest row of a batch
-            or rope.get("rope_type") in ("longrope", "dynamic")
-            or config._attn_implementation != "sdpa"
-            or type(head) is not torch.nn.Linear or head.bias is not None):
-        return
-    model.set_attn_implementation("long rows")
-    for module in model.modules():               # norms of Llama's kind
-        if hasattr(module, "variance_epsilon"):
-            module.__class__ = FusedNorm
-
-
-def is_fast(model):
-    """Whether the lean head and long rows compute this model's forward pass."""
-    return model.config._attn_implementation == "long rows"
-
-
-class FusedNorm(torch.nn.Module):
-    """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
-
-    def forward(self, x):
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def to_device(device, *tensors):
@@ -219,7 +175,7 @@ def in_float32(x):
 def head_logprobs(model, hidden, targets, temperature, measure):
     """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), 0 without `measure`."""
     head = model.get_output_embeddings()
-    if is_fast(model):
+    if is_fast(model, "long rows"):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1                # Cohere
@@ -240,165 +196,6 @@ def head_logprobs(model, hidden, targets, temperature, measure):
     scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
               for rows in chunks(hidden, head.weight)]
     return map(torch.cat, zip(*scored))
-
-
-# --------------------------------------------------------------------------------------------------
-# What moves the weights in place of a plain AdamW, see train.make_optimizer: float32 masters of
-# which they are rounded, or LoRA's factors.
-
-def with_moments(optimizer):
-    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[p]
-        state["step"] = torch.zeros((), device=p.device)     # where the fused kernel needs it
-        state["exp_avg"] = torch.zeros_like(p)
-        state["exp_avg_sq"] = torch.zeros_like(p)
-    return optimizer
-
-
-def to_float32(weight):
-    """Its gradient, in float32 from now on."""
-    weight.grad = weight.grad.float()
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW on the float32 masters of bfloat16 weights, which are rounded from them.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
-    """
-
-    def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
-        self.masters = list(masters.values())
-        self.weights = weights
-        self.grads = []
-        if self.masters[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
-        for weight in weights:
-            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
-            # float32, so the others are added to it in float32.
-            weight.grad_dtype = None  # allows that
-            weight.register_post_accumulate_grad_hook(to_float32)
-
-    def step(self):
-        for i, weight in enumerate(self.weights):
-            grad = weight.grad
-            if self.grads and grad is not None:
-                grad = self.grads[i].copy_(grad)
-            self.masters[i].grad = grad
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        """Round the masters into the model's weights, each to the nearest number."""
-        for weight, master in zip(self.weights, self.masters):
-            # From pinned memory, if with --offload; step() waits for gradients.
-            weight.copy_(master, non_blocking=True)
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight in self.weights:
-            weight.grad = None
-
-
-# --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
-# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass and the optimizer know the factors.
-
-def linears_of(model):
-    """{name: module} of every Linear but the head; other matrices, as of experts, stay frozen."""
-    head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules()
-               if isinstance(module, torch.nn.Linear) and module is not head}
-    if not linears:
-        raise ValueError(f"{model.config.model_type} models have no Linear but the head")
-    return linears
-
-
-def add_factors(linear, first, rank, alpha, generator):
-    """Make a Linear a FactoredLinear; first() makes its W0 in float32, to which c B A is added."""
-    # PEFT begins with the same distribution. B is 0: the first W is W0.
-    n_out, n_in = linear.weight.shape
-    device = linear.weight.device
-    A = 2 * torch.rand(rank, n_in, generator=generator) - 1
-    A /= n_in ** 0.5
-    linear.__class__ = FactoredLinear
-    linear.first = first
-    linear.A = A.to(device).requires_grad_()                                      # (R, in)
-    linear.B = torch.zeros(n_out, rank, device=device, requires_grad=True)        # (out, R)
-    linear.c = alpha / rank
-
-
-class FactoredLinear(torch.nn.Linear):
-    """A Linear whose weight follows its factors."""
-
-    def forward(self, x):
-        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
-
-    def merged(self):
-        """W0 + c B A, (out, in), in float32."""
-        W0 = self.first()
-        return W0.addmm_(self.B, self.A, alpha=self.c)
-
-
-class FactoredProduct(torch.autograd.Function):
-    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
-
-    @staticmethod
-    def forward(ctx, x, W, bias, A, B, c):
-        # x (..., in), W (out, in), A (R, in), B (out, R)
-        ctx.save_for_backward(x, W, A, B)
-        ctx.c = c
-        return torch.nn.functional.linear(x, W, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, W, A, B = ctx.saved_tensors
-        dx = dy @ W                                                               # (..., in)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
-        dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
-        dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
-
-
-class LoraAdamW(torch.optim.AdamW):
-    """AdamW on the factors; after each step the weights are rounded from W0 + c B A."""
-
-    def __init__(self, linears, **options):
-        self.linears = linears
-        self.factors = {}                        # under their names in PEFT
-        for name, linear in linears.items():
-            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
-            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
-        super().__init__(self.factors.items(), **options)
-
-    def step(self):
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        for linear in self.linears.values():
-            linear.weight.copy_(linear.merged())
-
-    def save(self, folder, base):
-        """Write the factors as PEFT does; `base` is the model that they belong to."""
-        linear = next(iter(self.linears.values()))
-        rank = len(linear.A)
-        targets = {name.rpartition(".")[2] for name in self.linears}
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": rank,
-            "lora_alpha": linear.c * rank,
-            "target_modules": sorted(targets)}
-        folder.mkdir(exist_ok=True)
-        save_file(self.factors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -464,7 +261,7 @@ def hidden_states(model, tree):
     ids = tree.ids
     before = tree.labelled - 1
     options = {}
-    if is_fast(model):
+    if is_fast(model, "long rows"):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
@@ -554,61 +351,38 @@ def padded_attention(model, tree):
     return attend
 
 
-def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
-    """transformers' own attention; that of a long row if the body was given one."""
-    # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
-    if attend is None:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    # attend: q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return attend(q, k, v, scaling)[None], None
-
-
-AttentionInterface.register("long rows", long_row_attention)
-AttentionMaskInterface.register("long rows", sdpa_mask)
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory: micro-batches within a token budget, layers that run twice
 
 def cut_rows(input_ids, labels, token_budget, share):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each has at most `token_budget` tokens, unless it is a single row. With `share` what its rows
-    have in common counts once, and the cuts go where rows have least in common: so a group that
-    fits stays whole. Else rows are padded, and sorted by length: so there is little padding. Rows
-    that are equal run once, count once and stay together.
+    Each is filled up to `token_budget` tokens, or is a single row. With `share` what a row has in
+    common with the one above it counts once. Else rows are padded, and sorted by length: so there
+    is little padding. Rows that are equal run once, count once and stay together.
     """
-    # Rows that have 5, 6 and 4 tokens run 5, 2 and 3 of them if they share 4 and 1 with the row
-    # above. Together they are 10 tokens; a cut before the last one makes it run its 1 again.
     tree = prefix_tree(input_ids, labels)
-    order = tree.ends.argsort(descending=True)
-    if share:
-        order = torch.arange(len(order))
-    lengths = tree.ends[order].tolist()
-    counts = tree.runs.sum(dim=1)
-    before = [0, *counts.cumsum(dim=0).tolist()]         # of a row: the tokens that run above it
-    again = ((tree.ends - counts) * share).tolist()      # those that it runs again after a cut
-
-    def tokens(start, stop):                             # of the rows from start on, before stop
-        if share:
-            return before[stop] - before[start] + again[start]
-        return lengths[start] * (stop - start)
-
-    best = [(0, 0)]      # of the rows before `stop`: the fewest tokens that run again, the last cut
-    for stop in range(1, len(order) + 1):
-        fitting = [start for start in range(stop)
-                   if start == stop - 1 or tokens(start, stop) <= token_budget]
-        best.append(min((best[start][0] + again[start], start) for start in fitting))
+    ends = tree.ends.tolist()                            # the tokens that a row runs alone
+    runs = tree.runs.sum(dim=1).tolist()                 # and those below the row above it
+    order = range(len(ends))
+    if not share:
+        order = sorted(order, key=ends.__getitem__, reverse=True)
+    cuts = []
+    width, room = 0, -1                                  # of the last cut
+    for row in order:
+        tokens = runs[row] if share else width
+        if tokens > room:
+            cuts.append([])
+            width = tokens = ends[row]
+            room = token_budget
+        cuts[-1].append(row)
+        room -= tokens
     micro_batches = []
-    stop = len(order)
-    while stop:
-        _, start = best[stop]
-        is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
-        rows = is_chosen.nonzero().flatten()
-        micro_batches.append((rows, max(lengths[start:stop]) + 1))
-        stop = start
-    return micro_batches[::-1]
+    for cut in cuts:
+        is_chosen = torch.isin(tree.row_of, torch.tensor(cut))                    # (N,)
+        width = max(ends[row] for row in cut) + 1
+        micro_batches.append((is_chosen.nonzero().flatten(), width))
+    return micro_batches
 
 
 def checkpoint_layers(model):
@@ -631,13 +405,9 @@ def main():
     parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name or a model's folder")
     args = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    messages = [{"role": "user", "content": args.prompt}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-    answer = args.response + (tokenizer.eos_token or "")
-    response = tokenizer(answer, add_special_tokens=False).input_ids
+    model, tokenizer = open_policy(args.model)
+    prompt = ids_of(tokenizer, chat_prompt(tokenizer, {"question": args.prompt}, ""))
+    response = ids_of(tokenizer, args.response + (tokenizer.eos_token or ""))
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():

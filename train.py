@@ -40,7 +40,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from inspect import getsource
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ import reward
 import sample
 from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, plain_advantages
 from advantage import process_advantages, std_of
-from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
+from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import HERE, BadInput, blame, column, compared, is_right
@@ -264,7 +263,7 @@ def train_grpo(parts, settings, run=None):
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
-#   memory          plan_memory                            counted before it is taken
+#   memory          plan_memory                            a rule, before any is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
@@ -386,7 +385,7 @@ def rollout_logprobs(model, rollout, s, measure=True):
 def micro_batches(model, rollout, s):
     """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
     cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            logprob.is_fast(model))
+                            sample.is_fast(model, "long rows"))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
@@ -738,9 +737,9 @@ class Settings:
         return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
 
     @property
-    def is_whole(self):
-        """Whether every rank holds all weights. With LoRA it does: only factors are trained."""
-        return world() == 1 or self.lora_rank > 0
+    def has_shards(self):
+        """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
+        return world() > 1 and self.lora_rank == 0
 
 
 FIELDS = vars(Settings())  # {name: default}
@@ -922,7 +921,7 @@ def load(s):
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+            initial = load_policy(s)[0] if s.has_shards else deepcopy(policy_model)
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
@@ -1003,7 +1002,8 @@ def settings_of_device(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+    # No memory of its own, shards, or weights that are their own masters
+    if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
     return s, model
 
@@ -1012,11 +1012,8 @@ def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(
-            s.model, s.device if s.is_whole else "cpu", s.dtype)
+            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain)
         sample.set_template_arguments(tokenizer, s.template_args)
-    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
-    if model.fast:
-        logprob.use_fast_paths(model)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
     return model, tokenizer
@@ -1056,12 +1053,14 @@ def checked_problems(name, source, tokenizer, s):
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
     unknown = []  # of each prompt how many words the tokenizer does not know
+    marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
+        marked.extend(sample.marks_in(tokenizer, problem)[:1])
         if len(ids) + T > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
                              f"the model's {limit} positions: lower --max-new-tokens or "
@@ -1073,18 +1072,26 @@ def checked_problems(name, source, tokenizer, s):
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
+    if marked:
+        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+               "template may write, and a space breaks it up: give the bare question, or messages")
     return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
 # by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
+#
+# With LoRA (Hu et al., arXiv 2106.09685) it moves factors A (R, in) and B (out, R) of every Linear
+# but the head: W = W0 + c B A, c = alpha / R. Usually the factors are a second path beside W0, and
+# are merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
     options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return with_moments(lora_optimizer(model, s, ref_model, **options))
+        return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights.items(), **options))
@@ -1093,6 +1100,16 @@ def make_optimizer(model, s, ref_model=None):
         master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
+
+
+def with_moments(optimizer):
+    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
+    for p in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[p]
+        state["step"] = torch.zeros((), device=p.device)  # where the fused kernel needs it
+        state["exp_avg"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
+    return optimizer
 
 
 @torch.no_grad()
@@ -1120,6 +1137,144 @@ def dither(weight, seed, i, device=None):
     return master
 
 
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW on float32 numbers; after each step the model's `weights` are rounded from them."""
+
+    def step(self):
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        """Round each weight to the nearest number."""
+        for weight, exact in zip(self.weights, self.exact_weights()):
+            # From pinned memory, if with --offload; step() waits for gradients.
+            weight.copy_(exact, non_blocking=True)
+
+
+class MasterAdamW(RoundedAdamW):
+    """AdamW on the float32 masters of bfloat16 weights.
+
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
+    """
+
+    def __init__(self, masters, weights, **options):
+        super().__init__(masters.items(), **options)
+        self.masters = list(masters.values())
+        self.weights = weights
+        self.grads = []
+        if self.masters[0].device != weights[0].device:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
+        for weight in weights:
+            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
+            # float32, so the others are added to it in float32.
+            weight.grad_dtype = None  # allows that
+            weight.register_post_accumulate_grad_hook(to_float32)
+
+    def exact_weights(self):
+        return self.masters
+
+    def step(self):
+        for i, weight in enumerate(self.weights):
+            grad = weight.grad
+            if self.grads and grad is not None:
+                grad = self.grads[i].copy_(grad)
+            self.masters[i].grad = grad
+        super().step()
+
+    def zero_grad(self):
+        super().zero_grad()
+        for weight in self.weights:
+            weight.grad = None
+
+
+def to_float32(weight):
+    """Its gradient, in float32 from now on."""
+    weight.grad = weight.grad.float()
+
+
+class LoraAdamW(RoundedAdamW):
+    """AdamW on the factors of FactoredLinears, {name: module}."""
+
+    def __init__(self, linears, **options):
+        self.linears = linears
+        self.weights = [linear.weight for linear in linears.values()]
+        self.factors = {}  # under their names in PEFT
+        for name, linear in linears.items():
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
+        super().__init__(self.factors.items(), **options)
+
+    def exact_weights(self):
+        """Of each Linear W0 + c B A, (out, in), in float32, one after the other."""
+        for linear in self.linears.values():
+            W0 = linear.first()
+            yield W0.addmm_(linear.B, linear.A, alpha=linear.c)
+
+
+def factored_linears(model, s, ref_model):
+    """Put a FactoredLinear in the place of every Linear but the head -> {name: module}.
+
+    All else is frozen, also other matrices, as those of experts.
+    """
+    head = model.get_output_embeddings()
+    # A class derived from Linear has a forward of its own: a router returns two tensors.
+    linears = {name: module for name, module in model.named_modules()
+               if type(module) is torch.nn.Linear and module is not head}
+    if not linears:
+        raise BadInput(f"--lora-rank: {model.config.model_type} models have no Linear but the head")
+    model.requires_grad_(False)
+    for i, (name, linear) in enumerate(linears.items()):
+        device = linear.weight.device
+        if ref_model and not s.renew_reference:  # which keeps the first weights
+            W0 = ref_model.get_submodule(name).weight
+        else:
+            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
+        first = partial(dither, W0, s.seed, i, device)
+        linears[name] = FactoredLinear(linear, first, s, seeded(s.seed, "lora", i))
+        model.set_submodule(name, linears[name])
+    return linears
+
+
+class FactoredLinear(torch.nn.Linear):
+    """A Linear that hands the gradient of its weight on to factors; first() makes W0 in float32."""
+
+    def __init__(self, linear, first, s, generator):
+        n_out, n_in = linear.weight.shape
+        super().__init__(n_in, n_out, device="meta")
+        self.weight, self.bias, self.first = linear.weight, linear.bias, first
+        # PEFT begins with the same distribution. B is 0: the first W is W0.
+        R = s.lora_rank
+        device = linear.weight.device
+        A = (2 * torch.rand(R, n_in, generator=generator) - 1) / n_in ** 0.5
+        self.A = A.to(device).requires_grad_()                                         # (R, in)
+        self.B = torch.zeros(n_out, R, device=device, requires_grad=True)              # (out, R)
+        self.c = (s.lora_alpha or 2 * R) / R
+
+    def forward(self, x):
+        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
+
+
+class FactoredProduct(torch.autograd.Function):
+    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+
+    @staticmethod
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
+        ctx.save_for_backward(x, W, A, B)
+        ctx.c = c
+        return torch.nn.functional.linear(x, W, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ W                                                                    # (..., in)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
+        dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
+        dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
+        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+
+
 def finished_gradients(optimizer):
     """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
@@ -1132,33 +1287,27 @@ def finished_gradients(optimizer):
     return tensors
 
 
-def lora_optimizer(model, s, ref_model, **options):
-    """AdamW on LoRA's factors: see logprob.py."""
-    with blame("--lora-rank:"):
-        linears = logprob.linears_of(model)
-    model.requires_grad_(False)
-    for i, (name, linear) in enumerate(linears.items()):
-        device = linear.weight.device
-        if ref_model and not s.renew_reference:  # which keeps the first weights
-            W0 = ref_model.get_submodule(name).weight
-        else:
-            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        logprob.add_factors(linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
-                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
-    return LoraAdamW(linears, **options)
-
-
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": s.model,
+        "r": s.lora_rank,
+        "lora_alpha": s.lora_alpha or 2 * s.lora_rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in optimizer.linears})}
     with run.replacing("adapter") as new:
-        optimizer.save(new, s.model)
+        new.mkdir()
+        save_file(optimizer.factors, new / "adapter_model.safetensors")
+        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
-# it, and more time: on a GPU a run takes the first of the four ways that fits.
+# Memory, by a rule of thumb and before anything is loaded. Checkpointing and offload save memory
+# and cost time: on a GPU each is turned on if a step would not fit without it.
 
-PROMPT = 256  # tokens of a prompt that the count assumes
+PROMPT = 256  # tokens of a prompt that the rule assumes
+REST = 3  # GB for logits, keys and values
 ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
           "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
 
@@ -1166,86 +1315,48 @@ ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --off
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, rows, fits in counted_ways(s):
-        need = rows["in all"] / 1e9  # of the last way least
-        if fits or s.eval_only:  # an evaluation has no step
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
-                   + ", with --offload" * way.offload
-                   + ", with --gradient-checkpointing" * way.gradient_checkpointing)
-            return way
-    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
-                   f"be free (details: --dry-run); {ADVICE}")
-
-
-def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
     s, model = settings_of_device(s)
-    free = math.inf  # a CPU's memory is not counted
-    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
-        free = (s.dry_run - 1) * 2**30
-    elif s.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info()
-    for offload, again in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
-            way = replace(s, offload=offload, gradient_checkpointing=again)
-            rows = memory(way, model)
-            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-            yield way, rows, rows["in all"] < 0.9 * free
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    # A CPU's memory is not counted, and an evaluation has no step.
+    if s.device.startswith("cuda") and not s.eval_only:
+        fit_gpu(s, model)
+    return s
 
 
-def memory(s, model):
-    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
-    config = model.config.get_text_config()
+def fit_gpu(s, model):
+    """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    # Of another machine's GPU CUDA itself takes about a GB.
+    free = (s.dry_run - 1) * 2**30 if s.dry_run else torch.cuda.mem_get_info()[0]
+    room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
+    n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
-    n = model.num_parameters()
-    held = trained = n if s.is_whole else n // world()  # by one process
-    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
-    # twice as many where queries and keys have norms.
-    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
-    numbers = sum(sum(W.shape) for W in matrices)
-    has_norms = any("q_norm" in name for name, _ in model.named_modules())
-    activations = numbers * (2 if has_norms else 4 / 3)
-    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
-        layers = config.num_hidden_layers
-        activations = activations / layers + layers * config.hidden_size
+    part = n / world() if s.has_shards else n
+    weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
+    # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
+    # weights, which a reference has.
+    training = 16 * part
     if s.lora_rank:
-        trained = s.lora_rank * numbers  # the factors
-    # With --offload masters and moments are in host memory.
-    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
-    answers = s.prompts_per_step * s.group_size // world()
-    rows = {
-        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
-        # or the first weights, which LoRA needs
-        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
-        "gradients": 4 * trained,
-        "masters": adamw * (size < 4),
-        "moments": 2 * adamw,
-        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
-        "kept for the backward pass": activations * s.micro_batch_tokens * size,
-        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
-    return rows | {"in all": sum(rows.values())}
-
-
-def keys_and_values(config):
-    """How many numbers a model caches of a token."""
-    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * key_heads * width
-
-
-def print_memory(s):
-    """--dry-run: print the count of each way, in GB."""
-    ways, counts, fit = zip(*counted_ways(s))
-    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
-    table = {flag_of(name): [getattr(way, name) for way in ways]
-             for name in ("offload", "gradient_checkpointing")}
-    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
-    for what, cells in (table | {"fits": fit}).items():
-        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
-    if not any(fit):
-        print0(ADVICE)
+        training = 0 if s.kl_coef else weights
+    # Each row of a matrix keeps 1.6 numbers of a token; most layers can keep their input alone.
+    kept = 1.6 * n / model.config.get_text_config().hidden_size * s.micro_batch_tokens * size
+    if s.offload is None:
+        s.offload = weights + training + kept / 10 > room
+    if s.offload:
+        training /= 4  # the gradients stay
+    if s.gradient_checkpointing is None:
+        s.gradient_checkpointing = weights + training + kept > room
+    if s.gradient_checkpointing:
+        kept /= 10
+    need = weights + training + kept
+    if s.dry_run is not None:
+        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
+               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
+               f"in all               {need + REST:5.1f} GB")
+    told = f"a step needs some {need + REST:.3g} GB"
+    if need > room:
+        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
+    print0(f"memory    {told}" + ", with --offload" * s.offload
+           + ", with --gradient-checkpointing" * s.gradient_checkpointing)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1346,7 +1457,7 @@ def shard_of(tensor):
 
 def shard(model, s, samples=False):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
-    if s.is_whole:
+    if not s.has_shards:
         return model
     from torch.distributed import fsdp
 
@@ -1708,7 +1819,7 @@ def main(argv=None):
     try:
         settings = parse(words)
         if settings.dry_run is not None:
-            print_memory(settings)
+            plan_memory(settings)
             return 0
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it

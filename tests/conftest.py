@@ -48,9 +48,10 @@ def run_here(monkeypatch, capsys):
         with pytest.raises(SystemExit) as leaving:
             runpy.run_path(str(ROOT / name), run_name="__main__")
             sys.exit(0)
-        if "logprob" in sys.modules:                      # not a copy's
-            logprob = sys.modules["logprob"]
-            logprob.AttentionInterface.register("long rows", logprob.long_row_attention)
+        if "sample" in sys.modules:                       # not a copy's
+            sample = sys.modules["sample"]
+            sample.AttentionInterface.register("fast", sample.fast_attention)
+            sample.AttentionMaskInterface.register("fast", sample.added_mask)
         out, err = capsys.readouterr()
         assert leaving.value.code == status and not (status and out), out + err
         return err if status else out

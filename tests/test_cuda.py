@@ -123,7 +123,7 @@ def test_sampling_through_graphs(tiny, graphs, dtype, temperature):
     assert 2 <= graphs["captured"] <= 5                      # for some of 16, 8, 4, 2, 1 rows
     assert graphs["replayed"] >= lengths.max() - 1
     assert nats_off(model, rollout, temperature or 1.0) < (1e-5 if dtype == torch.float32 else 0.05)
-    model.fast = False
+    model.fast = ()
     before = dict(graphs)
     plain = drawn(model, tiny, temperature=temperature)
     assert graphs == before
@@ -174,10 +174,10 @@ def test_a_step_that_no_graph_can_hold_needs_no_fast(tiny, graphs, changes, capt
     model = small_model(**{"architecture": "qwen2", "vocab_size": 57, **changes}).to(CUDA)
     for prompts in (PROMPTS[::-1], PROMPTS[:3]):             # the second time places are left over
         expected = drawn(copy.deepcopy(model).cpu(), tiny, prompts)
-        if not captures and not hasattr(model, "fast"):
+        if not captures and not model.fast == ():
             with pytest.raises(RuntimeError):
                 drawn(model, tiny, prompts)
-            model.fast = False
+            model.fast = ()
         found = drawn(model, tiny, prompts)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert bool(graphs["replayed"]) == captures
@@ -508,7 +508,7 @@ def sampler_is_off(monkeypatch):
     """By 0.2 nats, while its fast form is used."""
     def off(*given, real=train.sample_groups, **how):
         rollout = real(*given, **how)
-        rollout.sampler_logprobs -= 0.2 * rollout.mask * sample.may_be_fast(given[0])
+        rollout.sampler_logprobs -= 0.2 * rollout.mask * sample.is_fast(given[0], "sampling")
         return rollout
 
     monkeypatch.setattr(train, "sample_groups", off)

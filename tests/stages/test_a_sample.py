@@ -101,8 +101,7 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     *((name, True, temperature, 16) for name, temperature in zip(FAMILY, 3 * [0.7, 1.8]))])
 def test_the_loop_draws_what_the_definition_draws(name, fast, temperature, T):
     """The same random numbers give the same ids; in float64, where rounding decides no tie."""
-    model = small_model(name, **FAMILY[name]).double()
-    model.fast = fast
+    model = small_model(name, fast=fast, **FAMILY[name]).double()
     u = torch.rand(4 * 3, T, dtype=torch.float64, generator=seeded(2))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
     found = sample.write_answers(model, prompts, u, temperature, ENDS)
@@ -124,8 +123,7 @@ def test_every_token_is_drawn_from_float32_logits(T):
         lambda *_: precisions.add(torch.get_float32_matmul_precision()))
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
     assert precisions == {"highest"}
-    assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
-    assert model.config._attn_implementation == "long rows"
+    assert "forward" not in vars(model.lm_head)          # its own again
     first = (rollout.labels != IGNORE).int().argmax(dim=1)
     rows = torch.arange(len(first))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
@@ -317,19 +315,17 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
 
 def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
     """And --no-fast, which has no products of our own, goes on to the same answers."""
-    model = small_model("llama").bfloat16()
-    expected = sample_groups(model.float(), TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    model, slow = (small_model("llama", fast=fast).bfloat16().float() for fast in (True, False))
+    expected = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     fail = raises(TypeError("no such argument"))
     monkeypatch.setattr(sample, "packed", lambda *given: fail)
-    monkeypatch.setattr(sample, "added_mask", fail)
     for each in (model.bfloat16(), model.float()):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    model.fast = False
-    slow = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    assert slow.answer_ids == expected.answer_ids
     assert "forward" not in vars(model.lm_head)
-    assert model.config._attn_implementation == "long rows"
+    monkeypatch.setattr(sample, "added_mask", fail)
+    found = sample_groups(slow, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    assert found.answer_ids == expected.answer_ids
 
 
 # --- Variants -------------------------------------------------------------------------------------

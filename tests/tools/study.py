@@ -375,7 +375,7 @@ class OtherAnswers:
             for problem in batch.problems:
                 lines = problem["solution"].splitlines() + [f"\\boxed{{ {problem['answer']} }}"]
                 ids = sample.ids_of(tokenizer, " , ".join(lines) + " " + tokenizer.eos_token)
-                rows += group_size * [[(ids, [-1.0] * len(ids))]]    # log-probs nobody reads
+                rows += group_size * [(ids, [-1.0] * len(ids))]    # log-probs nobody reads
             prompt_ids = [sample.ids_of(tokenizer, prompt) for prompt in prompts]
             return sample.to_rollout(tokenizer, prompt_ids, rows,
                                      sample.end_token_ids(model, tokenizer))

@@ -78,11 +78,11 @@ def flash_on_cpu(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", sorted(logprob.FAST))
+@pytest.mark.parametrize("name", sorted(sample.FAST))
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
     """Each family of the list, with fused norms, and long rows as flash attention takes them."""
     model, plain = copy.deepcopy(family(name)), family(name, fast=False)
-    assert logprob.is_fast(model)
+    assert sample.is_fast(model, "long rows")
     run = []                                             # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
@@ -108,7 +108,6 @@ def test_greedy_answers(name):
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     for prompts, fast in ((PROMPTS, True), (ALIKE, True), (PROMPTS, False)):
         model = family(name, fast=fast)
-        model.fast = fast
         rollout = sample.sample_groups(model, tokenizer, prompts, 1, 5, temperature=0)
         with torch.no_grad():
             logits = model(rollout.input_ids, use_cache=False).logits[:, :-1]
