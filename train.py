@@ -1600,7 +1600,8 @@ class Run:
         self.append("metrics.jsonl", line)
         (self.history if is_step else self.evaluations).append(line)
         self.step, self.is_mid_step = line["step"], False
-        if sum(row.get("skipped_updates", 0) > 0 for row in self.history[-10:]) == 10:
+        skipped = sum(row.get("skipped_updates", 0) > 0 for row in self.history[-10:])
+        if is_step and skipped == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
