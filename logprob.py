@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sample import IGNORE, chat_prompt, ids_of, is_fast, open_policy
+IGNORE = -100                            # the label of a token outside the loss
 
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
@@ -69,6 +70,11 @@ def entropy_of(logp):
     """The entropy of each token's distribution, log-probs (m, V) -> (m,), in nats."""
     p = logp.exp()
     return -(p * logp).sum(dim=1)
+
+
+def has_long_rows(model):
+    """Whether long rows and the lean head compute its forward pass: sample.py's make_fast says."""
+    return "long rows" in getattr(model, "fast", [])
 
 
 def to_device(device, *tensors):
@@ -175,7 +181,7 @@ def in_float32(x):
 def head_logprobs(model, hidden, targets, temperature, measure):
     """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), 0 without `measure`."""
     head = model.get_output_embeddings()
-    if is_fast(model, "long rows"):
+    if has_long_rows(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1                # Cohere
@@ -261,7 +267,7 @@ def hidden_states(model, tree):
     ids = tree.ids
     before = tree.labelled - 1
     options = {}
-    if is_fast(model, "long rows"):
+    if has_long_rows(model):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
@@ -405,9 +411,13 @@ def main():
     parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name or a model's folder")
     args = parser.parse_args()
-    model, tokenizer = open_policy(args.model)
-    prompt = ids_of(tokenizer, chat_prompt(tokenizer, {"question": args.prompt}, ""))
-    response = ids_of(tokenizer, args.response + (tokenizer.eos_token or ""))
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    messages = [{"role": "user", "content": args.prompt}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    answer = args.response + (tokenizer.eos_token or "")
+    response = tokenizer(answer, add_special_tokens=False).input_ids
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
