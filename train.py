@@ -70,9 +70,8 @@ from advantage import process_advantages, std_of
 from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, blame, column, compared, is_right
-from reward import out_of_memory, row_of, score_responses, select_kwargs, shuffled, symptoms
-from reward import truth_in_words, truths_of, with_error
+from reward import HERE, BadInput, blame, is_right, out_of_memory, score_responses
+from reward import select_kwargs, shuffled, truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
 
@@ -268,7 +267,7 @@ def train_grpo(parts, settings, run=None):
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
 #   what it shows   curves_of, print_story                 the bar, the last lines
-#   in reward.py    compared, symptoms                     what was gained; when a run warns
+#   its figures     compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
@@ -2071,6 +2070,108 @@ def small_curve(points):
     span = max(0, *values) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * ((value - low) / span))] for value in values)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures of an evaluation, and of two that asked the same
+
+def row_of(rollout, n):
+    """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
+    problem = rollout.problems[n]
+    by_rule = float(rollout.rule_rewards[n])
+    row = {"problem": problem["question"], "truth": truth_in_words(problem),
+           "answer": rollout.responses[n], "reward": float(rollout.rewards[n]),
+           "tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+    if not math.isnan(by_rule):
+        row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
+        if row["boxed"] and not row["cut"]:
+            row["right of boxed and uncut"] = row["right"]
+    for name, values in (rollout.reward_parts or {}).items():
+        value = float(values[n])
+        row[f"reward/{name}"] = None if math.isnan(value) else value
+    return row
+
+
+def column(rows, name):
+    """What these rows hold under a name, (n,) float64, NaN where they lack it."""
+    values = [row.get(name) for row in rows]
+    known = [math.nan if value is None else value for value in values]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def compared(before, after, name):
+    """Two policies on the same problems, by a column of their rows -> a line.
+
+    After ± stands the standard error over the problems; p is that of `sign_test`.
+    """
+    old, new = column(before, name), column(after, name)
+    gained, lost = int((new > old).sum()), int((new < old).sum())
+    if gained == lost == 0:
+        return f"{with_error(old)}, no change"
+    p = sign_test(gained, lost)
+    shown = "< 0.001" if p < 0.001 else f"= {p:.3f}"
+    return (f"{with_error(old)} → {with_error(new)}, difference {with_error(new - old)}: "
+            f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
+
+
+def with_error(values, group_size=1):
+    """The mean ± its standard error. That is 0 where all values are 0 or all are 1, as if other
+    problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
+    """
+    mean, error, B = mean_and_error(values, group_size)
+    if error or mean not in (0, 1):
+        return f"{mean:.3f} ± {error:.3f}"
+    edge = 3.84 / (B + 3.84)                             # 3.84 = 1.96²
+    return f"{mean:.3f} [{max(mean - edge, 0):.3g}, {min(mean + edge, 1):.3g}]"
+
+
+def mean_and_error(values, group_size=1):
+    """The mean over B problems of values (B * group_size,), its standard error, and B.
+
+    The error is the std of the problems' own means (by B - 1), divided by sqrt(B): how far the mean
+    of other problems would lie; NaN for one problem. A NaN does not apply: a problem of these alone
+    is not counted.
+    """
+    means = values.view(-1, group_size).nanmean(dim=1)                   # (B,)
+    means = means[~means.isnan()]
+    mean = means.mean()
+    B = len(means)
+    return mean, (means - mean).norm() / math.sqrt(B * (B - 1)), B
+
+
+def sign_test(gained, lost):
+    """The exact two-sided p: how often a fair coin splits so many changes at least as unevenly."""
+    n = gained + lost
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings. A healthy run passes through many odd states, so only a reward in trouble is told.
+
+def symptoms(history, answer=""):
+    """Metrics of the steps so far, an answer -> one line with its number, or ""."""
+    def mean_of_all(name):
+        return float(column(history, name).mean())
+
+    n = len(history)
+    rewards = torch.nn.functional.pad(column(history, "reward_mean"), (9, 0), value=math.nan)
+    rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): of ten steps, or those so far
+    best, now = rewards.max(), rewards[-1]
+    spread = column(history, "reward_std").max()
+    # All rewards were equal from the first step on, and moved nothing.
+    if n >= 3 and spread + best - rewards.min() < 1e-6 and mean_of_all("policy_loss") == 0:
+        return (
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
+            f"{mean_of_all('format_rate'):.0%} have a \\boxed{{}}, "
+            f"{mean_of_all('truncated_fraction'):.0%} are cut, 95% have at most "
+            f"{mean_of_all('response_length_p95'):.0f} tokens; the last ends in {answer[-60:]!r}; "
+            "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")
+    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
+    if best - now > 0.5 * (spread or 1):
+        return (f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr, or a "
+                "higher --kl-band if that has raised beta")
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------

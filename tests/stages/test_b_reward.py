@@ -23,9 +23,10 @@ from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT, SAME
 import reward
 from reward import (boxed_candidates, canonical, complete_boxes, distinct, extract_boxed,
                     figures_of, final_answer, hold_out, is_right, length_rescaled, load_problems,
-                    majority_at_k, mean_and_error, overlong_penalty, pass_at_k, rule_reward,
-                    score_responses, sign_test, think_answer_reward, truths_of)
+                    majority_at_k, overlong_penalty, pass_at_k, rule_reward,
+                    score_responses, think_answer_reward, truths_of)
 from sample import words_of
+from train import mean_and_error, sign_test
 
 
 def test_by_hand():

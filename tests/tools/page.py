@@ -12,9 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import sample  # noqa: E402
 import train  # noqa: E402
-from reward import compared  # noqa: E402
 from sample import words_of  # noqa: E402
-from train import SCORES, best_step, curves_of, example_of, points_and_steps  # noqa: E402
+from train import SCORES, best_step, compared, curves_of, example_of, points_and_steps  # noqa: E402
 
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"

@@ -604,7 +604,7 @@ def shares(runs, name):
 def paired(results):
     """The real controls problem by problem, and the curves of what a policy drew itself."""
     sys.path.insert(0, str(ROOT))
-    from reward import compared
+    from train import compared
     untrained = results["untrained"][:1]
     pairs = [(f"untrained → {label}, run {n}", untrained, [run])
              for label, runs in results.items() if label != "untrained"

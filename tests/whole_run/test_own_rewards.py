@@ -200,8 +200,10 @@ def gives(*values):
     (gives(1, 2, 3, 1j), "complex"),
     (gives(1, torch.ones(2), 3, 4), "element"), (lambda completions: [], "[], not 4 rewards"),
     (lambda **columns: 1.0, "1.0]"), (lambda **columns: torch.tensor(1.0), "not 4 rewards"),
-    (lambda **columns: None, "None], not 4 rewards"),
-    (lambda **columns: "ten", "'n'], not 4")])
+    (lambda **columns: None, "None], not 4 rewards"), (lambda **columns: "1010", "1010"),
+    (lambda **columns: {1: 1, 2: 2, 3: 3, 4: 4}, "not 4 rewards"),
+    (lambda **columns: {1, 2, 3, 4}, "not 4 rewards"),
+    (lambda **columns: "ten", "['ten'], not 4")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     """In one line, which says what it is called with."""
     with value_error(f"^--reward f.*{re.escape(reason)}.*"):
