@@ -457,7 +457,7 @@ def answer_metrics(rollout, group_size):
         "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
     }
     for name, values in (rollout.reward_parts or {}).items():
-        metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
+        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
     return metrics
 
 
@@ -586,7 +586,8 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
     rows = sum(from_all_ranks(rows), [])
     metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
     if parts.reward_of:
-        metrics["eval_reward"] = float(column(rows, "reward").mean())
+        for name in reward_names(rows):
+            metrics[f"eval_{name}"] = float(column(rows, name).nanmean())
     return metrics, rows
 
 
@@ -621,8 +622,12 @@ TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
+place = os.path.expanduser  # of ~, which a shell leaves in --output=~/runs
+
+
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
+    text = place(text)
     name = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(name) and text not in {**reward.GSM8K, **reward.REWARDS_BY_NAME}:
         return text.replace(name, os.path.abspath(name), 1)
@@ -717,10 +722,10 @@ class Settings:
     threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
     # this call only
     config: file = ""  # JSON, like a run's config.json
-    output: str = ""  # folder of the run; default: runs/MODEL-TIME-CODE
-    resume: str = ""  # continue the run in this folder; auto: in --output, or begin it there
+    output: place = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: place = ""  # continue the run in this folder; auto: in --output, or begin it there
     eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
-    against: str = ""  # with --eval-only: another model, asked the same problems and compared
+    against: place = ""  # with --eval-only: another model, asked the same problems and compared
     plain: bool = False  # train by plain_step alone, and print each step's rewards
     trace: bool = False  # print one step stage by stage, and stop
     dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
@@ -814,7 +819,7 @@ def options_of_flag(name, comment):
         return options | {"action": argparse.BooleanOptionalAction}
     if isinstance(kind, dict | tuple):
         return options | {"choices": kind}
-    if kind not in (str, file, arguments):
+    if kind not in (str, file, place, arguments):
         options["metavar"] = "N"
     return options | {"type": kind}
 
@@ -891,6 +896,9 @@ def load(s):
     torch.set_num_threads(s.threads)
     if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
         raise BadInput("--reward-weights: one for each --reward")
+    if s.overlong_buffer > s.answer_tokens:
+        raise BadInput(f"--overlong-buffer {s.overlong_buffer}: answers have at most "
+                       f"{s.answer_tokens} tokens")
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
@@ -1011,8 +1019,8 @@ def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(
-            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain)
-        sample.set_template_arguments(tokenizer, s.template_args)
+            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain,
+            s.template_args)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
     return model, tokenizer
@@ -1047,7 +1055,8 @@ def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    limit = length_limit(AutoConfig.from_pretrained(s.model))
+    config = AutoConfig.from_pretrained(s.model)
+    limit = length_limit(config)
     T = s.answer_tokens
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
@@ -1060,6 +1069,9 @@ def checked_problems(name, source, tokenizer, s):
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
         marked.extend(sample.marks_in(tokenizer, problem)[:1])
+        if max(ids) >= config.get_text_config().vocab_size:
+            raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its tokenizer "
+                             "has more words")
         if len(ids) + T > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
                              f"the model's {limit} positions: lower --max-new-tokens or "
@@ -1492,8 +1504,8 @@ def sampling_model(model):
 
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
-# Of a group in samples.jsonl; most groups have the first three alone
-TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
+# Of a group in samples.jsonl; most groups have the first two alone
+TENSORS = "finished advantages input_ids labels old_logprobs".split()
 
 
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
@@ -1587,8 +1599,7 @@ class Run:
 
     def log(self, metrics):
         """Write the line of a step or of an evaluation; a step's warns of a known failure."""
-        line = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
-                for name, value in metrics.items()}
+        line = {name: finite(value) for name, value in metrics.items()}
         is_step = "eval_id" not in line
         if is_step:
             recent = [*self.history[-RECENT:], line]
@@ -1635,7 +1646,9 @@ class Run:
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
             # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and step.bit_count() == 1
-            for name in TENSORS if is_shown else TENSORS[:3]:
+            for name, values in {"rewards": group.rewards, **(group.reward_parts or {})}.items():
+                record[name] = list(map(finite, values.tolist()))
+            for name in TENSORS if is_shown else TENSORS[:2]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
@@ -1666,6 +1679,11 @@ class Run:
             with open(new, "rb+") as file:
                 os.fsync(file.fileno())
         os.replace(new, self.folder / name)
+
+
+def finite(number):
+    """The number, or None for NaN and Infinity, which JSON lacks."""
+    return number if math.isfinite(number) else None
 
 
 def on_host(run, tensors):
@@ -1737,8 +1755,8 @@ def save_checkpoint(run, parts, s):
     if run.saved_step == run.step:
         return
     if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
-        raise BadInput(f"after step {run.step} weights are not finite: --lr or --weight-decay may "
-                       "be too large")
+        cause = "--lr or --weight-decay may be too large" if run.step else "so --model has them"
+        raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
     if run.folder:
         if parts.reward_model:
@@ -1839,7 +1857,9 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            error.add_note(f"continue with: {run.resume_command} (--no-fast takes no fast paths)")
+            is_fast = re.search("logprob.py|in write_answers", traceback.format_exc())
+            error.add_note(f"continue with: {run.resume_command}"
+                           + " (--no-fast takes no fast paths)" * bool(is_fast))
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:
@@ -1997,7 +2017,7 @@ def curves_of(run, n=0):
     Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
     steps or more, because those of one step are few, and there are at most 40 points.
     """
-    last = run.history[-1] if run.history else {}
+    last = [name for line in run.evaluations[-1:] + run.history[-1:] for name in line]
     rewards = [name for name in last if "reward/" in name]
     names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *last]
     curves = []
@@ -2011,7 +2031,8 @@ def curves_of(run, n=0):
                 width, _ = points_and_steps(width)
             rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
             means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
-            curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
+            title = TITLES.get(metric, metric.replace("eval_", "held-out "))
+            curves.append((metric, title, means.T.tolist()))
     return curves
 
 
@@ -2046,14 +2067,15 @@ def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     first, last = run.first_and_last()
     before, after = example_of(first, last)
-    print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
+    print0("\nof the held-out problems the one that gained most\n"
+           f"question  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
     _, n = points_and_steps(run.step)
     print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
-        if metric in SCORES:
-            print0(f"{'':33}{compared(first, last, SCORES[metric])}")
+        if "eval_" in metric:
+            print0(f"{'':33}{change_of(metric, first, last)}")
     further = "--resume", run.name, "--steps", str(2 * run.step)
     print0("")
     if os.path.exists(f"{run.name}/best"):
@@ -2061,6 +2083,17 @@ def print_story(run):
     print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
            f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"train it further     {command('train.py', *further)}")
+
+
+def change_of(metric, first, last):
+    """What became of a held-out score between two evaluations, in words."""
+    name = SCORES.get(metric, metric.removeprefix("eval_"))
+    fell = gain_of(name, first, last) < 0 < gain_of("reward", first, last)
+    return compared(first, last, name) + "; it fell while the sum rose" * fell
+
+
+def gain_of(name, first, last):
+    return (column(last, name) - column(first, name)).nanmean()
 
 
 def small_curve(points):
@@ -2078,18 +2111,25 @@ def small_curve(points):
 def row_of(rollout, n):
     """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
     problem = rollout.problems[n]
-    by_rule = float(rollout.rule_rewards[n])
     row = {"problem": problem["question"], "truth": truth_in_words(problem),
-           "answer": rollout.responses[n], "reward": float(rollout.rewards[n]),
-           "tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+           "answer": rollout.responses[n]}
+    for name, values in {"reward": rollout.rewards, **(rollout.reward_parts or {})}.items():
+        row[name] = finite(float(values[n]))
+    if row["reward"] is None:  # no reward applies: the answer is in no figure
+        return row
+    row |= {"tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+    by_rule = float(rollout.rule_rewards[n])
     if not math.isnan(by_rule):
         row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
         if row["boxed"] and not row["cut"]:
             row["right of boxed and uncut"] = row["right"]
-    for name, values in (rollout.reward_parts or {}).items():
-        value = float(values[n])
-        row[f"reward/{name}"] = None if math.isnan(value) else value
     return row
+
+
+def reward_names(rows):
+    """Of the rows of an evaluation: "reward", and where it is a sum each "reward/NAME"."""
+    names = [name for name in rows[0] if name.startswith("reward")]
+    return names if len(names) > 2 else names[:1]
 
 
 def column(rows, name):
@@ -2119,8 +2159,10 @@ def with_error(values, group_size=1):
     problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
     """
     mean, error, B = mean_and_error(values, group_size)
-    if error or mean not in (0, 1):
+    if not error < 1e-9:  # NaN of a single problem
         return f"{mean:.3f} ± {error:.3f}"
+    if mean not in (0, 1):
+        return f"{mean:.3f}, all equal"
     edge = 3.84 / (B + 3.84)                             # 3.84 = 1.96²
     return f"{mean:.3f} [{max(mean - edge, 0):.3g}, {min(mean + edge, 1):.3g}]"
 
@@ -2154,11 +2196,13 @@ def symptoms(history, answer=""):
     def mean_of_all(name):
         return float(column(history, name).mean())
 
+    if history[-1]["reward_mean"] is None:
+        return "the reward was None (does not apply) for all answers: nothing can be learned"
     n = len(history)
     rewards = torch.nn.functional.pad(column(history, "reward_mean"), (9, 0), value=math.nan)
     rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): of ten steps, or those so far
     best, now = rewards.max(), rewards[-1]
-    spread = column(history, "reward_std").max()
+    spread = column(history, "reward_std").nan_to_num().max()
     # All rewards were equal from the first step on, and moved nothing.
     if n >= 3 and spread + best - rewards.min() < 1e-6 and mean_of_all("policy_loss") == 0:
         return (
@@ -2195,7 +2239,7 @@ def print_figures(parts, s):
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
-    names = ["reward", *(name for name in greedy[0] if "reward/" in name), "tokens", "cut"]
+    names = [*reward_names(greedy), "tokens", "cut"]
     by_rule = (column(greedy + rows, "boxed") > 0).any()
     if by_rule:  # else its lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
@@ -2206,12 +2250,19 @@ def print_figures(parts, s):
         for name in names:
             if name in SCORES.values():
                 print0(f"{name:25} {compared(rows, greedy, name)}")
-    if s.against or not by_rule:
+    if s.against:
         return
-    responses = [row["answer"] for row in rows]
-    figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
-    for name, value in figures.items():
-        print0(f"{name:25} {value:.4f}")
+    truths = truths_of(parts.eval_problems)
+    final = reward.groups_of([reward.extract_boxed(row["answer"]) for row in rows], G)
+    for k in range(1, G + 1):
+        if k < G and k.bit_count() > 1:
+            continue  # 1, 2, 4, 8 … G
+        for name in ["right"] * by_rule + reward_names(rows) * bool(parts.reward_of):
+            best = reward.best_of_k(column(rows, name).view(-1, G), k)
+            title = f"pass@{k}" if name == "right" else f"{name}, best of {k}"
+            print0(f"{title:25} {with_error(best)}")
+        if by_rule and None not in truths:
+            print0(f"{f'maj@{k}':25} {with_error(reward.majority_at_k(final, truths, k))}")
 
 
 def tell_differences(s):
@@ -2239,7 +2290,7 @@ def print_trace(parts, s):
            f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
-               f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
+               f"A {A[n, mask[n].int().argmax()]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
     new, _ = rollout_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
