@@ -330,7 +330,7 @@ def padded_attention(model, tree):
     # The way back: every token stands once among the queries, and -1 sorts before them all.
     back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
 
-    def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
+    def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
         return x.unflatten(0, places.shape).transpose(1, 2)
 
@@ -342,8 +342,9 @@ def padded_attention(model, tree):
         outputs = []
         for queries, keys, mask in calls:
             out = scaled_dot_product_attention(
-                padded(q, queries),                                               # (M, H, A, D)
-                padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
+                gathered(q, queries),                                             # (M, H, A, D)
+                gathered(k, keys),                                                # (M, H, K, D)
+                gathered(v, keys),
                 mask, scale=scaling, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
         return torch.cat(outputs).index_select(0, back)

@@ -722,16 +722,6 @@ def config_of(folder):
     return str(config) if is_run and config.is_file() else None
 
 
-def check_code(config, flags, source):
-    """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
-    for name in ("reward", "step_reward", "reply"):
-        if name not in flags and ":" in str(config.get(name)):
-            line = f"{flag_of(name)}: {source} names code, {config[name]}"
-            if "config" not in flags:
-                raise BadInput(f"{line}; to run it, name it in the command, too")
-            print0(line)
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
@@ -779,31 +769,34 @@ def options_of_flag(name, comment):
 def parse(words):
     """The words of a command line -> Settings, in layers, of which a later one wins:
 
-    base    tests/tiny/grpo.json, if no other layer names a model
-    config  the file --config, or that of the run which --resume or --eval-only names
-    flags   the words
+    tests/tiny/grpo.json, if no other layer names a model; a config, which is the file --config, or
+    that of the run which --resume or --eval-only names; the words.
     """
     flags = parse_flags(words)
     if flags.get("resume") == "auto":
         if "output" not in flags:
             raise BadInput("--resume auto: needs --output, the folder of the run")
+        del flags["resume"]
         if os.path.exists(f"{flags['output']}/config.json"):
             flags["resume"] = flags.pop("output")
             flags.pop("config", None)  # the run has kept what it says
-        else:
-            del flags["resume"]  # the run begins
     source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
     if flags.get("eval_only") and not source:
         source = config_of(flags.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
-    if "resume" not in flags:
-        check_code(config, flags, source)
-    base = {}
+    # A config is anybody's: code that it names runs if the command names the code or the config.
+    for name in ("reward", "step_reward", "reply"):
+        if ":" in str(config.get(name)) and name not in flags and "resume" not in flags:
+            line = f"{flag_of(name)}: {source} names code, {config[name]}"
+            if "config" not in flags:
+                raise BadInput(f"{line}; to run it, name it in the command, too")
+            print0(line)
+    layers = [config, flags]
     if "model" not in config | flags:
-        base = read_config(TINY_CONFIG)
+        layers = [read_config(TINY_CONFIG), config, flags]
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in (base, config, flags):
+    for layer in layers:
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
@@ -812,24 +805,20 @@ def parse(words):
         if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
-    s.model = final_of(s.model)
-    s.against = final_of(s.against)
+    s.model, s.against = final_of(s.model), final_of(s.against)
     s.config = str(source or "")
     return s
 
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    with blame(f"{file}: no JSON object of flags:", Exception):
-        config = {**json.loads(Path(file).read_text(encoding="utf-8"))}
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
-                                 "spelt like kl_coef")
-            items = value if isinstance(value, list) else [value]
-            for item in items:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+            for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, bool):
                     words.append(flag_of(name if item else f"no_{name}"))
                 elif item is not None:  # which is the default
@@ -846,10 +835,22 @@ def read_config(file):
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
+    if os.path.isdir(s.output) and not s.resume and of_runs.intersection(os.listdir(s.output)):
+        raise BadInput(f"--output {s.output}: is in use; name another, or continue its run with "
+                       "--resume")
     if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
         raise BadInput("--reward-weights: one for each --reward")
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
+    if s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)):
+        raise BadInput(f"--kl-band {s.kl_band}: must be two numbers, the lower one first")
+    if not s.kl_coef and (s.kl_band or s.renew_reference):
+        raise BadInput("--kl-band, --renew-reference: need a --kl-coef above 0")
+    if s.reward_model and s.reward:
+        raise BadInput("--reward-model and --reward: only one can give the rewards")
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -887,37 +888,24 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput: a folder that is in use, or flags that would train something else in silence."""
-    with blame("--system-prompt:"):
-        reward.check_escapes(json.dumps(s.system_prompt))
-    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    """BadInput: flags that would train something else in silence."""
     variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
-    own = s.reward or s.reward_model or s.reply
     of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
-    for clash, line in [
-        (in_use and not s.resume,
-         f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (s.against and not s.eval_only, "--against: needs --eval-only"),
-        (s.plain and (world() > 1 or variants),
-         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
-        (not s.kl_coef and (s.kl_band or s.renew_reference),
-         "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
-         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
-        (s.kl_band and s.aggregate == "constant",
-         "--kl-band: needs a KL per token, not --aggregate constant"),
-        (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (own and (s.around_best or s.advantage == "shape"),
-         "--around-best, --advantage shape: work with the rule's reward alone"),
-        (of_parts and of_answers,
-         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
-         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
-        (sum(advantages) > 1,
-         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
-    ]:
+    clashes = {
+        "--against: needs --eval-only": s.against and not s.eval_only,
+        f"--plain: the definitions know one process, and no {' '.join(variants)}":
+            s.plain and (world() > 1 or variants),
+        "--kl-band: needs a KL per token, not --aggregate constant":
+            s.kl_band and s.aggregate == "constant",
+        "--around-best, --advantage shape: work with the rule's reward alone":
+            (s.around_best or s.advantage == "shape") and (s.reward or s.reward_model or s.reply),
+        "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+        "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
+            of_parts and of_answers,
+        "--no-scale-by-std, --step-reward, --advantage: only one of them works":
+            (s.advantage != "group") + bool(s.step_reward) + (not s.scale_by_std) > 1}
+    for line, clash in clashes.items():
         if clash:
             raise BadInput(line)
 
@@ -1014,7 +1002,7 @@ def checked_problems(name, source, tokenizer, s):
     marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
-    def check(problem):
+    def visit(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
@@ -1026,7 +1014,7 @@ def checked_problems(name, source, tokenizer, s):
 
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, partial(with_progress, desc=f"reading {source}"))
+                                        visit, partial(with_progress, desc=f"reading {source}"))
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
