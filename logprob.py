@@ -85,8 +85,8 @@ def chunks(hidden, weight):
     if hidden.is_cuda:
         values = logits_at_a_time(M, V)
     step = max(256, values // V)             # fewer rows make a CPU's products slower
-    # At least one slice, even if it is empty
-    return [slice(start, start + step) for start in range(0, max(M, 1), step)]
+    starts = range(0, max(M, 1), step)       # at least one, even if there are no rows
+    return [slice(start, start + step) for start in starts]
 
 
 def logits_at_a_time(M, V):
@@ -151,8 +151,10 @@ def log_softmaxes(hidden, weight, targets, temperature):
 def p_minus_onehot(logp, target, dtype):
     """The gradient of -log p(target) with respect to the logits: (m, V)."""
     # In one pass from float32 to `dtype`; expm1 keeps the digits of p - 1.
-    p = torch.exp(logp, out=logp.new_empty(0, dtype=dtype))
-    return p.scatter_(1, target, logp.gather(1, target).expm1().to(dtype))
+    p = logp.new_empty(0, dtype=dtype)
+    torch.exp(logp, out=p)
+    chosen = logp.gather(1, target)                                               # (m, 1)
+    return p.scatter_(1, target, chosen.expm1().to(dtype))
 
 
 def scaled_logits(hidden, weight, temperature):
@@ -162,7 +164,8 @@ def scaled_logits(hidden, weight, temperature):
         # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
         # the whole model: a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    hidden = hidden.to(weight.dtype)
+    logits = torch.mm(hidden, weight.T, **in_float32(weight))
     torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
@@ -234,12 +237,14 @@ def prefix_tree(input_ids, labels):
     input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP has moved them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
-    ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
+    ends = (is_label * column).amax(dim=1, keepdim=True)                          # (N, 1)
+    ends = ends.clamp(min=1)
     rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
     ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
-    is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
+    is_new = (rows[1:] != rows[:-1]).cummax(dim=1).values                         # (U - 1, S)
+    is_new = pad(is_new, (0, 0, 1, 0), value=True)                                # (U, S)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
@@ -249,8 +254,10 @@ def prefix_tree(input_ids, labels):
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    labelled, back = to_device(values.device, tree.labelled, tree.first[tree.row_of, 1:])
-    return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
+    back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
+    labelled, back = to_device(values.device, tree.labelled, back)
+    values = values.new_zeros(tree.ids.numel()).index_put((labelled,), values)
+    return values[back]
 
 
 def hidden_states(model, tree):
@@ -328,7 +335,9 @@ def padded_attention(model, tree):
         calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
     # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
+    T = int(counts.sum())
+    back = torch.cat(slots).argsort()[-T:]                                        # (T,)
+    back, = to_device(model.device, back)
 
     def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
@@ -407,7 +416,8 @@ def main():
                         help="a hub name or a model's folder")
     args = parser.parse_args()
     model, tokenizer = open_policy(args.model)
-    prompt = ids_of(tokenizer, chat_prompt(tokenizer, {"question": args.prompt}, ""))
+    prompt = chat_prompt(tokenizer, {"question": args.prompt}, "")
+    prompt = ids_of(tokenizer, prompt)
     response = ids_of(tokenizer, args.response + (tokenizer.eos_token or ""))
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])

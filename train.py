@@ -805,7 +805,8 @@ def parse(words):
         if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
-    s.model, s.against = final_of(s.model), final_of(s.against)
+    s.model = final_of(s.model)
+    s.against = final_of(s.against)
     s.config = str(source or "")
     return s
 
@@ -836,7 +837,8 @@ def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    if os.path.isdir(s.output) and not s.resume and of_runs.intersection(os.listdir(s.output)):
+    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    if in_use and not s.resume:
         raise BadInput(f"--output {s.output}: is in use; name another, or continue its run with "
                        "--resume")
     if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
@@ -890,6 +892,8 @@ def load(s):
 def check_combinations(s):
     """BadInput: flags that would train something else in silence."""
     variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
+    own = s.reward or s.reward_model or s.reply
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     clashes = {
@@ -899,12 +903,12 @@ def check_combinations(s):
         "--kl-band: needs a KL per token, not --aggregate constant":
             s.kl_band and s.aggregate == "constant",
         "--around-best, --advantage shape: work with the rule's reward alone":
-            (s.around_best or s.advantage == "shape") and (s.reward or s.reward_model or s.reply),
+            own and (s.around_best or s.advantage == "shape"),
         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
         "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
             of_parts and of_answers,
         "--no-scale-by-std, --step-reward, --advantage: only one of them works":
-            (s.advantage != "group") + bool(s.step_reward) + (not s.scale_by_std) > 1}
+            sum(advantages) > 1}
     for line, clash in clashes.items():
         if clash:
             raise BadInput(line)
@@ -956,9 +960,10 @@ def settings_of_device(s):
 
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
+    device = "cpu" if s.has_shards else s.device
+    fast = s.fast and not s.plain
     with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(
-            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain)
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast)
         sample.set_template_arguments(tokenizer, s.template_args)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
@@ -1177,7 +1182,8 @@ def factored_linears(model, s, ref_model):
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
         first = partial(dither, W0, s.seed, i, device)
-        linears[name] = FactoredLinear(linear, first, s, seeded(s.seed, "lora", i))
+        generator = seeded(s.seed, "lora", i)
+        linears[name] = FactoredLinear(linear, first, s, generator)
         model.set_submodule(name, linears[name])
     return linears
 
@@ -1188,11 +1194,14 @@ class FactoredLinear(torch.nn.Linear):
     def __init__(self, linear, first, s, generator):
         n_out, n_in = linear.weight.shape
         super().__init__(n_in, n_out, device="meta")
-        self.weight, self.bias, self.first = linear.weight, linear.bias, first
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.first = first
         # PEFT begins with the same distribution. B is 0: the first W is W0.
         R = s.lora_rank
         device = linear.weight.device
-        A = (2 * torch.rand(R, n_in, generator=generator) - 1) / n_in ** 0.5
+        A = 2 * torch.rand(R, n_in, generator=generator) - 1
+        A /= n_in ** 0.5
         self.A = A.to(device).requires_grad_()                                         # (R, in)
         self.B = torch.zeros(n_out, R, device=device, requires_grad=True)              # (out, R)
         self.c = (s.lora_alpha or 2 * R) / R
@@ -1218,7 +1227,8 @@ class FactoredProduct(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+        dA, dB = ctx.c * dA.to(A), ctx.c * dB.to(B)
+        return dx, None, None, dA, dB, None
 
 
 def finished_gradients(optimizer):
@@ -1271,8 +1281,10 @@ def plan_memory(s):
 
 def fit_gpu(s, model):
     """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
-    # Of another machine's GPU CUDA itself takes about a GB.
-    free = (s.dry_run - 1) * 2**30 if s.dry_run else torch.cuda.mem_get_info()[0]
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    else:
+        free, _ = torch.cuda.mem_get_info()
     room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
     n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
@@ -2002,8 +2014,10 @@ def compared(before, after, name):
 
     After ± stands the standard error over the problems; p is that of `sign_test`.
     """
-    old, new = column(before, name), column(after, name)
-    gained, lost = int((new > old).sum()), int((new < old).sum())
+    old = column(before, name)
+    new = column(after, name)
+    gained = int((new > old).sum())
+    lost = int((new < old).sum())
     if gained == lost == 0:
         return f"{with_error(old)}, no change"
     p = sign_test(gained, lost)
@@ -2034,13 +2048,15 @@ def mean_and_error(values, group_size=1):
     means = means[~means.isnan()]
     mean = means.mean()
     B = len(means)
-    return mean, (means - mean).norm() / math.sqrt(B * (B - 1)), B
+    error = (means - mean).norm() / math.sqrt(B * (B - 1))
+    return mean, error, B
 
 
 def sign_test(gained, lost):
     """The exact two-sided p: how often a fair coin splits so many changes at least as unevenly."""
     n = gained + lost
-    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    fewer = min(gained, lost)
+    tail = sum(math.comb(n, k) for k in range(fewer + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
@@ -2053,7 +2069,8 @@ def symptoms(history, answer=""):
         return float(column(history, name).mean())
 
     n = len(history)
-    rewards = torch.nn.functional.pad(column(history, "reward_mean"), (9, 0), value=math.nan)
+    rewards = column(history, "reward_mean")
+    rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
     rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): of ten steps, or those so far
     best, now = rewards.max(), rewards[-1]
     spread = column(history, "reward_std").max()
