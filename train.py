@@ -952,7 +952,7 @@ def settings_of_device(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    # No memory of its own, shards, or weights that are their own masters
+    # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
     if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
     return s, model
@@ -1119,7 +1119,7 @@ class MasterAdamW(RoundedAdamW):
         for weight in weights:
             # A backward pass writes gradients in the weight's dtype. The hook makes the first one
             # float32, so the others are added to it in float32.
-            weight.grad_dtype = None  # allows that
+            weight.grad_dtype = None  # or torch would refuse another dtype
             weight.register_post_accumulate_grad_hook(to_float32)
 
     def exact_weights(self):
@@ -1177,7 +1177,7 @@ def factored_linears(model, s, ref_model):
     model.requires_grad_(False)
     for i, (name, linear) in enumerate(linears.items()):
         device = linear.weight.device
-        if ref_model and not s.renew_reference:  # which keeps the first weights
+        if ref_model and not s.renew_reference:  # then the reference keeps the first weights
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
