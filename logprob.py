@@ -91,8 +91,8 @@ def chunks(hidden, weight):
     if hidden.is_cuda:
         values = logits_at_a_time(M, V)
     step = max(256, values // V)             # fewer rows make a CPU's products slower
-    # At least one slice, even if it is empty
-    return [slice(start, start + step) for start in range(0, max(M, 1), step)]
+    starts = range(0, max(M, 1), step)       # without rows there is still one, empty slice
+    return [slice(start, start + step) for start in starts]
 
 
 def logits_at_a_time(M, V):
@@ -113,7 +113,7 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, measure):
         # hidden (M, H), weight (V, H), targets (M,)
         scored = []
-        slopes = []                              # of -log p(target), but for the temperature
+        slopes = []                              # of -log p(target), times the temperature
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
             entropy = entropy_of(logp) if measure else torch.zeros_like(chosen)
@@ -121,8 +121,8 @@ class LeanHead(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
-                del error                        # before the next chunk is made
-        slope = torch.cat(slopes or [hidden])    # of a frozen body none is asked for
+                del error                        # it is freed before the next chunk is made
+        slope = torch.cat(slopes or [hidden])    # a frozen body needs none
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
         logprobs, entropy = map(torch.cat, zip(*scored))
@@ -147,7 +147,7 @@ class LeanHead(torch.autograd.Function):
 
 def log_softmaxes(hidden, weight, targets, temperature):
     """Yield each chunk of rows: its slice, its targets (m, 1), its log-probs (m, V) in float32."""
-    if not weight.is_cuda:                       # else half precision is summed in float32
+    if not weight.is_cuda:                       # CUDA sums half precision in float32 anyway
         weight = weight.float()
     for rows in chunks(hidden, weight):
         logp = scaled_logits(hidden[rows], weight, temperature).log_softmax(dim=1)
@@ -157,18 +157,21 @@ def log_softmaxes(hidden, weight, targets, temperature):
 def p_minus_onehot(logp, target, dtype):
     """The gradient of -log p(target) with respect to the logits: (m, V)."""
     # In one pass from float32 to `dtype`; expm1 keeps the digits of p - 1.
-    p = torch.exp(logp, out=logp.new_empty(0, dtype=dtype))
-    return p.scatter_(1, target, logp.gather(1, target).expm1().to(dtype))
+    p = logp.new_empty(0, dtype=dtype)
+    torch.exp(logp, out=p)
+    chosen = logp.gather(1, target)                                               # (m, 1)
+    return p.scatter_(1, target, chosen.expm1().to(dtype))
 
 
 def scaled_logits(hidden, weight, temperature):
     """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
     usual = torch.get_float32_matmul_precision()
     if hidden.dtype == torch.bfloat16 and not hidden.is_cuda:
-        # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
-        # the whole model: a rotation's angles need all their digits.
+        # This lets a CPU use its units for bfloat16, which take such numbers as they are and sum in
+        # float32. It is not left on, because a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    hidden = hidden.to(weight.dtype)
+    logits = torch.mm(hidden, weight.T, **in_float32(weight))
     torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
@@ -217,7 +220,7 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
 
-AFTER_LABELS = 2**40                     # in place of an id behind the last label: it sorts last
+AFTER_LABELS = 2**40                     # stands for ids behind the last label, and sorts last
 
 
 class Tree(NamedTuple):
@@ -237,15 +240,17 @@ class Tree(NamedTuple):
 
 def prefix_tree(input_ids, labels):
     """N rows of S tokens -> their Tree."""
-    input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP has moved them to its card
+    input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP moves them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
-    ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
+    ends = (is_label * column).amax(dim=1, keepdim=True)                          # (N, 1)
+    ends = ends.clamp(min=1)
     rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
     ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
-    is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
+    is_new = (rows[1:] != rows[:-1]).cummax(dim=1).values                         # (U - 1, S)
+    is_new = pad(is_new, (0, 0, 1, 0), value=True)                                # (U, S)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
@@ -255,8 +260,10 @@ def prefix_tree(input_ids, labels):
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    labelled, back = to_device(values.device, tree.labelled, tree.first[tree.row_of, 1:])
-    return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
+    back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
+    labelled, back = to_device(values.device, tree.labelled, back)
+    values = values.new_zeros(tree.ids.numel()).index_put((labelled,), values)
+    return values[back]
 
 
 def hidden_states(model, tree):
@@ -275,11 +282,11 @@ def hidden_states(model, tree):
         attention = flash_attention if has_flash(model) else padded_attention
         options = dict(
             position_ids=positions,
-            attention_mask=positions[None, None],        # any of four dimensions: else it makes one
-            attend=attention(model, tree))               # handed on to the attention of every layer
+            attention_mask=positions[None, None],        # the model makes one if it gets none
+            attend=attention(model, tree))               # every layer's attention gets it
     ids, before = to_device(model.device, ids, before)
-    body = model.get_decoder()                           # what returns hidden states
-    if body is model:                                    # as Llama 4 says
+    body = model.get_decoder()                           # it returns hidden states
+    if body is model:                                    # so says Llama 4
         body = model.base_model.model
     hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[before]
@@ -315,7 +322,7 @@ def flash_attention(model, tree):
 
 def padded_attention(model, tree):
     """-> attention of the long row without flash attention: one call for rows of similar size."""
-    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # else CUDA copies masks, per layer
+    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # or each layer copies its mask
     column = torch.arange(nodes.shape[1])                                         # (S,)
     counts = tree.runs.sum(dim=1)                        # of a row's queries: its last tokens
     sizes = 2 ** counts.log2().ceil().clamp(min=4)       # 16, 32, 64, ...
@@ -333,23 +340,26 @@ def padded_attention(model, tree):
         mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
         calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
-    # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
+    # Every token stands once among the queries: sorted, behind all -1, they are in their own order.
+    T = int(counts.sum())
+    back = torch.cat(slots).argsort()[-T:]                                        # (T,)
+    back, = to_device(model.device, back)
 
-    def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
+    def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
         return x.unflatten(0, places.shape).transpose(1, 2)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
-            # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+            # With fewer key heads than query heads CUDA takes a slow kernel that holds all scores.
             repeats = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
         outputs = []
         for queries, keys, mask in calls:
             out = scaled_dot_product_attention(
-                padded(q, queries),                                               # (M, H, A, D)
-                padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
+                gathered(q, queries),                                             # (M, H, A, D)
+                gathered(k, keys),                                                # (M, H, K, D)
+                gathered(v, keys),
                 mask, scale=scaling, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
         return torch.cat(outputs).index_select(0, back)
@@ -369,7 +379,7 @@ def cut_rows(input_ids, labels, token_budget, share):
     """
     tree = prefix_tree(input_ids, labels)
     ends = tree.ends.tolist()                            # the tokens that a row runs alone
-    runs = tree.runs.sum(dim=1).tolist()                 # and those below the row above it
+    runs = tree.runs.sum(dim=1).tolist()                 # those that the row above has not run
     order = range(len(ends))
     if not share:
         order = sorted(order, key=ends.__getitem__, reverse=True)
@@ -394,7 +404,7 @@ def cut_rows(input_ids, labels, token_budget, share):
 def checkpoint_layers(model):
     """From now on a layer keeps only its input, and the backward pass computes the layer again."""
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):  # dropout is off: nothing is random
+        if isinstance(layer, GradientCheckpointingLayer):  # without dropout nothing is random
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False)
 

@@ -770,16 +770,6 @@ def config_of(folder):
     return str(config) if is_run and config.is_file() else None
 
 
-def check_code(config, flags, source):
-    """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
-    for name in ("reward", "step_reward", "reply"):
-        if name not in flags and ":" in str(config.get(name)):
-            line = f"{flag_of(name)}: {source} names code, {config[name]}"
-            if "config" not in flags:
-                raise BadInput(f"{line}; to run it, name it in the command, too")
-            print0(line)
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
@@ -827,31 +817,34 @@ def options_of_flag(name, comment):
 def parse(words):
     """The words of a command line -> Settings, in layers, of which a later one wins:
 
-    base    tests/tiny/grpo.json, if no other layer names a model
-    config  the file --config, or that of the run which --resume or --eval-only names
-    flags   the words
+    tests/tiny/grpo.json, if no other layer names a model; a config, which is the file --config, or
+    that of the run which --resume or --eval-only names; the words.
     """
     flags = parse_flags(words)
     if flags.get("resume") == "auto":
         if "output" not in flags:
             raise BadInput("--resume auto: needs --output, the folder of the run")
+        del flags["resume"]
         if os.path.exists(f"{flags['output']}/config.json"):
             flags["resume"] = flags.pop("output")
             flags.pop("config", None)  # the run has kept what it says
-        else:
-            del flags["resume"]  # the run begins
     source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
     if flags.get("eval_only") and not source:
         source = config_of(flags.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
-    if "resume" not in flags:
-        check_code(config, flags, source)
-    base = {}
+    # A config is anybody's: code that it names runs if the command names the code or the config.
+    for name in ("reward", "step_reward", "reply"):
+        if ":" in str(config.get(name)) and name not in flags and "resume" not in flags:
+            line = f"{flag_of(name)}: {source} names code, {config[name]}"
+            if "config" not in flags:
+                raise BadInput(f"{line}; to run it, name it in the command, too")
+            print0(line)
+    layers = [config, flags]
     if "model" not in config | flags:
-        base = read_config(TINY_CONFIG)
+        layers = [read_config(TINY_CONFIG), config, flags]
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in (base, config, flags):
+    for layer in layers:
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
@@ -868,16 +861,13 @@ def parse(words):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    with blame(f"{file}: no JSON object of flags:", Exception):
-        config = {**json.loads(Path(file).read_text(encoding="utf-8"))}
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
-                                 "spelt like kl_coef")
-            items = value if isinstance(value, list) else [value]
-            for item in items:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+            for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, bool):
                     words.append(flag_of(name if item else f"no_{name}"))
                 elif item is not None:  # which is the default
@@ -894,6 +884,11 @@ def read_config(file):
 def load(s):
     """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
+    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    if in_use and not s.resume:
+        raise BadInput(f"--output {s.output}: is in use; name another, or continue its run with "
+                       "--resume")
     if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
         raise BadInput("--reward-weights: one for each --reward")
     if s.overlong_buffer > s.answer_tokens:
@@ -901,6 +896,14 @@ def load(s):
                        f"{s.answer_tokens} tokens")
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
+    if s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)):
+        raise BadInput(f"--kl-band {s.kl_band}: must be two numbers, the lower one first")
+    if not s.kl_coef and (s.kl_band or s.renew_reference):
+        raise BadInput("--kl-band, --renew-reference: need a --kl-coef above 0")
+    if s.reward_model and s.reward:
+        raise BadInput("--reward-model and --reward: only one can give the rewards")
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -936,37 +939,26 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput: a folder that is in use, or flags that would train something else in silence."""
-    with blame("--system-prompt:"):
-        reward.check_escapes(json.dumps(s.system_prompt))
-    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    """BadInput: flags that would train something else in silence."""
     variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
     own = s.reward or s.reward_model or s.reply
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
-    for clash, line in [
-        (in_use and not s.resume,
-         f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (s.against and not s.eval_only, "--against: needs --eval-only"),
-        (s.plain and (world() > 1 or variants),
-         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
-        (not s.kl_coef and (s.kl_band or s.renew_reference),
-         "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
-         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
-        (s.kl_band and s.aggregate == "constant",
-         "--kl-band: needs a KL per token, not --aggregate constant"),
-        (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (own and (s.around_best or s.advantage == "shape"),
-         "--around-best, --advantage shape: work with the rule's reward alone"),
-        (of_parts and of_answers,
-         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
-         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
-        (sum(advantages) > 1,
-         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
-    ]:
+    clashes = {
+        "--against: needs --eval-only": s.against and not s.eval_only,
+        f"--plain: the definitions know one process, and no {' '.join(variants)}":
+            s.plain and (world() > 1 or variants),
+        "--kl-band: needs a KL per token, not --aggregate constant":
+            s.kl_band and s.aggregate == "constant",
+        "--around-best, --advantage shape: work with the rule's reward alone":
+            own and (s.around_best or s.advantage == "shape"),
+        "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+        "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
+            of_parts and of_answers,
+        "--no-scale-by-std, --step-reward, --advantage: only one of them works":
+            sum(advantages) > 1}
+    for line, clash in clashes.items():
         if clash:
             raise BadInput(line)
 
@@ -1009,7 +1001,7 @@ def settings_of_device(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    # No memory of its own, shards, or weights that are their own masters
+    # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
     if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
     return s, model
@@ -1017,10 +1009,10 @@ def settings_of_device(s):
 
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
+    device = "cpu" if s.has_shards else s.device
+    fast = s.fast and not s.plain
     with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(
-            s.model, "cpu" if s.has_shards else s.device, s.dtype, s.fast and not s.plain,
-            s.template_args)
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
     return model, tokenizer
@@ -1064,7 +1056,7 @@ def checked_problems(name, source, tokenizer, s):
     marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
-    def check(problem):
+    def visit(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
@@ -1079,7 +1071,7 @@ def checked_problems(name, source, tokenizer, s):
 
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, partial(with_progress, desc=f"reading {source}"))
+                                        visit, partial(with_progress, desc=f"reading {source}"))
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
@@ -1179,7 +1171,7 @@ class MasterAdamW(RoundedAdamW):
         for weight in weights:
             # A backward pass writes gradients in the weight's dtype. The hook makes the first one
             # float32, so the others are added to it in float32.
-            weight.grad_dtype = None  # allows that
+            weight.grad_dtype = None  # or torch would refuse another dtype
             weight.register_post_accumulate_grad_hook(to_float32)
 
     def exact_weights(self):
@@ -1237,12 +1229,13 @@ def factored_linears(model, s, ref_model):
     model.requires_grad_(False)
     for i, (name, linear) in enumerate(linears.items()):
         device = linear.weight.device
-        if ref_model and not s.renew_reference:  # which keeps the first weights
+        if ref_model and not s.renew_reference:  # then the reference keeps the first weights
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
         first = partial(dither, W0, s.seed, i, device)
-        linears[name] = FactoredLinear(linear, first, s, seeded(s.seed, "lora", i))
+        generator = seeded(s.seed, "lora", i)
+        linears[name] = FactoredLinear(linear, first, s, generator)
         model.set_submodule(name, linears[name])
     return linears
 
@@ -1253,11 +1246,14 @@ class FactoredLinear(torch.nn.Linear):
     def __init__(self, linear, first, s, generator):
         n_out, n_in = linear.weight.shape
         super().__init__(n_in, n_out, device="meta")
-        self.weight, self.bias, self.first = linear.weight, linear.bias, first
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.first = first
         # PEFT begins with the same distribution. B is 0: the first W is W0.
         R = s.lora_rank
         device = linear.weight.device
-        A = (2 * torch.rand(R, n_in, generator=generator) - 1) / n_in ** 0.5
+        A = 2 * torch.rand(R, n_in, generator=generator) - 1
+        A /= n_in ** 0.5
         self.A = A.to(device).requires_grad_()                                         # (R, in)
         self.B = torch.zeros(n_out, R, device=device, requires_grad=True)              # (out, R)
         self.c = (s.lora_alpha or 2 * R) / R
@@ -1283,7 +1279,8 @@ class FactoredProduct(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+        dA, dB = ctx.c * dA.to(A), ctx.c * dB.to(B)
+        return dx, None, None, dA, dB, None
 
 
 def finished_gradients(optimizer):
@@ -1336,8 +1333,10 @@ def plan_memory(s):
 
 def fit_gpu(s, model):
     """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
-    # Of another machine's GPU CUDA itself takes about a GB.
-    free = (s.dry_run - 1) * 2**30 if s.dry_run else torch.cuda.mem_get_info()[0]
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    else:
+        free, _ = torch.cuda.mem_get_info()
     room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
     n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
@@ -2144,8 +2143,10 @@ def compared(before, after, name):
 
     After ± stands the standard error over the problems; p is that of `sign_test`.
     """
-    old, new = column(before, name), column(after, name)
-    gained, lost = int((new > old).sum()), int((new < old).sum())
+    old = column(before, name)
+    new = column(after, name)
+    gained = int((new > old).sum())
+    lost = int((new < old).sum())
     if gained == lost == 0:
         return f"{with_error(old)}, no change"
     p = sign_test(gained, lost)
@@ -2178,13 +2179,15 @@ def mean_and_error(values, group_size=1):
     means = means[~means.isnan()]
     mean = means.mean()
     B = len(means)
-    return mean, (means - mean).norm() / math.sqrt(B * (B - 1)), B
+    error = (means - mean).norm() / math.sqrt(B * (B - 1))
+    return mean, error, B
 
 
 def sign_test(gained, lost):
     """The exact two-sided p: how often a fair coin splits so many changes at least as unevenly."""
     n = gained + lost
-    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    fewer = min(gained, lost)
+    tail = sum(math.comb(n, k) for k in range(fewer + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
@@ -2199,7 +2202,8 @@ def symptoms(history, answer=""):
     if history[-1]["reward_mean"] is None:
         return "the reward was None (does not apply) for all answers: nothing can be learned"
     n = len(history)
-    rewards = torch.nn.functional.pad(column(history, "reward_mean"), (9, 0), value=math.nan)
+    rewards = column(history, "reward_mean")
+    rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
     rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): of ten steps, or those so far
     best, now = rewards.max(), rewards[-1]
     spread = column(history, "reward_std").nan_to_num().max()
