@@ -13,65 +13,46 @@ Common mistakes that this avoids:
 """
 
 import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it)
+if sys.version_info < (3, 11):  # noqa: UP036
     print("train.py: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 
-import argparse
-import hashlib
-import json
-import math
-import os
-import platform
-import re
-import shlex
-import shutil
-import signal
-import time
-import traceback
-import warnings
-import zlib
+import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, shutil, signal
+import time, traceback, warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import chdir, contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
-from inspect import getsource
 from pathlib import Path
-from typing import Any
 
-# Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
-# programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# A bfloat16 product on a CPU keeps half a MB for each of 1024 shapes, twice: a run would grow.
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# What torch and tqdm read when they are imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # of bfloat16 products: half a MB for each shape
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # likewise
+if "microsoft" not in platform.release():  # CUDA's blocks may grow, not on WSL 2 (pytorch 192330)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TQDM_MININTERVAL", "0.1" if os.isatty(2) else "60")  # seconds, in a file
 if os.environ.get("RANK", "0") != "0":
     os.environ["TQDM_DISABLE"] = "1"  # one rank's bars are enough
-if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, until a run listens
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
 import reward
 import sample
-from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, plain_advantages
-from advantage import process_advantages, std_of
+from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, std_of
+from advantage import plain_advantages, process_advantages
 from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, blame, is_right, out_of_memory, score_responses
-from reward import select_kwargs, shuffled, truth_in_words, truths_of
+from reward import HERE, BadInput, blame, is_right, score_responses, truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
 
@@ -100,15 +81,15 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=
 class Parts:
     """What a run is made of; load() makes it."""
 
-    policy_model: Any          # pi
-    ref_model: Any             # the reference of the KL; None if beta is 0
-    tokenizer: Any             # of both
-    optimizer: Any             # moves the policy's weights; None where nothing is trained
+    policy_model: object        # pi
+    ref_model: object           # the reference of the KL; None if beta is 0
+    tokenizer: object           # of both
+    optimizer: object           # moves the policy's weights; None where nothing is trained
     problems: list             # to train on: dicts, see reward.load_problems
     eval_problems: list        # held out
-    sampler: Callable = sample_groups       # [A] draws answers, called like sample_groups
-    reward_of: Callable = None              # [B] Rollout -> N rewards; None: the rule's
-    reward_model: Any = None                # with --reward-model the model behind reward_of
+    sampler: object = sample_groups         # [A] draws answers, called like sample_groups
+    reward_of: object = None                # [B] Rollout -> N rewards; None: the rule's
+    reward_model: object = None             # with --reward-model the model behind reward_of
 
 
 @dataclass
@@ -162,7 +143,7 @@ def gradient_step(parts, rollout, s, fills_old):
     sums = backward(parts, rollout, s, fills_old)
     check_sampler(parts, rollout, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
@@ -257,360 +238,17 @@ def train_grpo(parts, settings, run=None):
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
+#   settings        Settings, parse                        every flag, its default and its help
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
 #   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
-#   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   memory          plan_memory                            a rule, before any is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
-#   the program     main, train                            from the command line to the exit status
 #   what it shows   curves_of, print_story                 the bar, the last lines
 #   its figures     compared, symptoms                     what was gained; when a run warns
-
-# --------------------------------------------------------------------------------------------------
-# Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
-
-def scored_groups(parts, batch, s):
-    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
-    policy = sampling_model(parts.policy_model)
-    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    first_draw = replace(rollout)  # a copy
-    if s.max_resample:
-        rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
-        seconds.update(more)  # adds
-    for draw in (first_draw, rollout):
-        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
-                                s.overlong_buffer)
-    return rollout, answer_metrics(first_draw, s.group_size) | seconds
-
-
-def without_flat_groups(policy, parts, batch, rollout, s):
-    """--max-resample: flat groups give way to groups of other problems -> Rollout, its metrics.
-
-    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
-    """
-    G = s.group_size
-    asked = 0  # other problems of this step
-    metrics = Counter(resampled_groups=0)
-    for _ in range(s.max_resample):
-        n = int(is_flat(rollout.rewards, G).sum())
-        everywhere = sum(from_all_ranks(n))
-        if everywhere == 0:
-            break  # every group of every rank teaches something
-        metrics["resampled_groups"] += everywhere
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
-        asked += n
-        drawn, seconds = answers_and_rewards(policy, parts, others, s)
-        metrics.update(seconds)  # adds
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
-        rollout = take(both, rows)
-    return rollout, metrics
-
-
-def answers_and_rewards(policy, parts, batch, s):
-    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
-    start = time.perf_counter()
-    truths = truths_of(batch.problems)
-    sampler = parts.sampler
-    if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        if s.group_size % (2 * s.around_best):
-            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
-        rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                      s.temperature, batch.generators)
-    drawn = time.perf_counter()
-    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
-    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
-    rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
-    if parts.reward_of:  # a function from Python may return any list of numbers
-        values = parts.reward_of(rollout)
-        values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-        rollout.rewards = values.reshape_as(rollout.rewards)
-    # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
-    unscored = rollout.rewards.isnan()
-    rollout.labels[unscored] = sample.IGNORE
-    rollout.rule_rewards[unscored] = math.nan
-    return rollout, Counter(seconds_sampling=drawn - start,
-                            seconds_scoring=time.perf_counter() - drawn)
-
-
-def advantages_of(parts, rollout, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
-
-    Its function gets what its parameters name, of the rollout's columns and of what stands here.
-    """
-    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
-    given = vars(rollout) | {
-        "mask": rollout.mask,
-        "all_rows": all_rows,
-        "group_size": s.group_size,
-        "scale_by_std": s.scale_by_std,
-        "reward_weights": s.reward_weights}
-    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        given["right"] = is_right(rollout.rule_rewards)
-    if s.advantage == "shape":  # the boxes of each answer
-        words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
-    if s.advantage in BY_ENTROPY:
-        _, given["entropy"] = rollout_logprobs(parts.policy_model, rollout, s)
-    if s.advantage == "gdpo" and not rollout.reward_parts:
-        raise BadInput("--advantage gdpo: needs several --reward")
-    with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**select_kwargs(function, given)).float()
-    advantages[rollout.rewards.isnan()] = 0
-    if s.clip_advantages:
-        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
-    return advantages
-
-
-@torch.no_grad()
-def rollout_logprobs(model, rollout, s, measure=True):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
-    both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
-    for rows, width in micro_batches(model, rollout, s):
-        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
-        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
-    return both
-
-
-def micro_batches(model, rollout, s):
-    """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
-    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            logprob.has_long_rows(model))
-    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
-    # tokens of a prompt. They are not in the mask, so they count for nothing.
-    missing = max(from_all_ranks(len(cuts))) - len(cuts)
-    cuts += [(torch.tensor([0]), 2)] * missing
-    return with_progress(cuts, desc="micro-batches")
-
-
-def micro_batch_logprobs(model, rollout, rows, width, s, measure):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
-    micro = take(rollout, rows, width)
-    # A sharded model must be entered through a method that FSDP knows: see shard().
-    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    return score(micro.input_ids, micro.labels, s.temperature, measure)
-
-
-def mini_batches(rollout, s):
-    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    if s.minibatches > len(groups):
-        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
-    shares = groups.tensor_split(s.minibatches)
-    return [take(rollout, rows.flatten()) for rows in shares]
-
-
-def check_sampler(parts, rollout, s):
-    """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
-    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
-    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
-    nats = sampler_difference(rollout)
-    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
-        raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
-                       f"token; {mend}")
-
-
-def sampler_difference(rollout):
-    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
-    old = rollout.old_logprobs                                                         # (N, S-1)
-    apart = (rollout.sampler_logprobs - old).abs()
-    apart = apart.where(rollout.mask & old.isfinite(), 0)  # else the update is skipped
-    nats = apart.sum() / rollout.mask.sum().clamp(min=1)
-    return mean_of_ranks({"nats": nats})["nats"]
-
-
-def loss_mask(rollout, s):
-    """(N, S-1) bool: the tokens in the loss."""
-    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
-        return rollout.mask & rollout.finished[:, None]
-    return rollout.mask
-
-
-def answer_metrics(rollout, group_size):
-    """The metrics of drawn answers and of their rewards."""
-    rewards = all_rows(rollout.rewards)                                                # (N,)
-    scored = ~rewards.isnan()  # the other answers are in no metric
-    lengths = all_rows(rollout.mask.sum(dim=1)).float().where(scored, math.nan)
-    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
-    known = known[~known.isnan()]
-    metrics = {
-        "reward_mean": rewards.nanmean(),
-        "reward_std": rewards[scored].std(correction=0),
-        "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
-        "accuracy": is_right(known).float().mean(),
-        "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, group_size).float().mean(),
-        "response_length_mean": lengths.nanmean(),
-        "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
-    }
-    for name, values in (rollout.reward_parts or {}).items():
-        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
-    return metrics
-
-
-def step_metrics(rollout, metrics, updates, s):
-    """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
-    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
-    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds"))
-    metrics = metrics | {
-        "tokens": tokens,
-        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
-        "sampler_difference": sampler_difference(rollout),
-        "kl_coef": s.kl_coef,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
-    }
-    if s.step_reward:  # equal sums of an answer's steps may still teach
-        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
-        metrics["flat_groups"] = (~teaches).float().mean()
-    for name in updates[0]:
-        total = sum(update[name] for update in updates)
-        metrics[name] = total if name == "skipped_updates" else total / len(updates)
-    return {name: float(value) for name, value in metrics.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Helpers of train_grpo: problems and random numbers of a step, evaluation
-
-def batch_of_step(parts, step, s, resampled=None):
-    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
-    B = s.prompts_per_step
-    problems = parts.problems
-    key = (s.seed, step)
-    # Every epoch has a new order; the few problems that do not fill a step are left out.
-    epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = shuffled(problems, seeded(s.seed, 0, epoch))
-    order = order[k * B:(k + 1) * B]
-    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
-    if resampled is not None:
-        key = (s.seed, "resample", step)
-        others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        # None comes again before all others have. Twice, for a rank may have a group more to draw.
-        order = (others + order) * (2 * s.max_resample)
-        mine = [rank() + world() * k for k in resampled]
-    batch = make_batch(parts.tokenizer, order, mine, key, s)
-    batch.step = step
-    return batch
-
-
-def make_batch(tokenizer, problems, places, key, s):
-    """The problems at these places -> Batch; their random numbers follow from key and place."""
-    chosen = [problems[j] for j in places]
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
-
-
-def seeded(*key, device="cpu"):
-    """A random generator that follows from these numbers and words alone."""
-    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
-    return torch.Generator(device).manual_seed(number)
-
-
-def update_reference(parts, rollout, step, s):
-    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
-    if not s.renew_reference:
-        return {}
-    reward_model = parts.reward_model
-    if reward_model:  # keep pairs of this step's answers: the same on every rank
-        rows = sum(from_all_ranks(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
-    if step % s.renew_reference:
-        return {}
-    parts.ref_model.load_state_dict(parts.policy_model.state_dict())
-    metrics = {"reference_renewed": 1.0}
-    if reward_model:  # every rank takes the same steps on the same pairs
-        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
-    return metrics
-
-
-def adapt_kl_coef(run, s):
-    """--kl-band: this step's beta, by the metrics of the last step."""
-    if s.kl_band and run.history:
-        last = run.history[-1]
-        s.kl_coef = last["kl_coef"]
-        if last["approx_kl"] is not None:  # else the step was skipped
-            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
-
-
-LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
-    "constant": lambda left: 1,
-    "linear": lambda left: left,
-    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
-}
-
-
-def set_learning_rate(optimizer, step, s):
-    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
-    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
-    decaying = max(s.steps - s.warmup_steps, 1)
-    left = min(1.0, (s.steps - step + 1) / decaying)
-    lr *= LR_SCHEDULES[s.lr_schedule](left)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
-
-
-def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
-
-    A signal to the run breaks it off: then some problems were not asked.
-    """
-    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = sampling_model(parts.policy_model)
-    mine = share_of_rank(len(parts.eval_problems))
-    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    rows = []
-    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        if run and run.signal:
-            break
-        key = s.seed, "evaluation"
-        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
-        rollout, _ = answers_and_rewards(policy, parts, batch, s)
-        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
-    rows = sum(from_all_ranks(rows), [])
-    metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
-    if parts.reward_of:
-        for name in reward_names(rows):
-            metrics[f"eval_{name}"] = float(column(rows, name).nanmean())
-    return metrics, rows
-
-
-def evaluate_if_due(run, parts, s):
-    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
-
-    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
-    """
-    # Scores of other problems or rewards get another number: they never compete.
-    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
-    eval_id = zlib.crc32(repr(asked).encode())
-    steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
-    is_turn = not steps or run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
-    if run.step in steps or not is_turn:
-        return
-    scores, rows = evaluate(parts, s, run=run)
-    if run.stopped():
-        return
-    key = {"step": run.step, "eval_id": eval_id}
-    run.append("evaluations.jsonl", *(key | row for row in rows))
-    run.log(key | scores)
-    keep_best(run, parts, s)
-
+#   the program     main, train                            from the command line to the exit status
 
 # --------------------------------------------------------------------------------------------------
 # Settings: every flag with what it takes, its default and its help, which is the comment. A flag
@@ -651,6 +289,11 @@ amount = number(float, 0)
 above_0 = number(float, 1e-12)
 arguments = sample.template_arguments
 DTYPES = ("auto", "float32", "bfloat16")
+LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
+    "constant": lambda left: 1,
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
 
 
 @dataclass
@@ -786,7 +429,7 @@ def parse_flags(words):
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
     group = parser
-    for line in getsource(Settings).splitlines():
+    for line in inspect.getsource(Settings).splitlines():
         code, mark, comment = line.partition("  # ")
         name = code.partition(":")[0].strip()
         if name and mark:
@@ -878,6 +521,347 @@ def read_config(file):
 
 
 # --------------------------------------------------------------------------------------------------
+# Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
+
+def scored_groups(parts, batch, s):
+    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
+    policy = sampling_model(parts.policy_model)
+    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
+    first_draw = replace(rollout)  # a copy
+    if s.max_resample:
+        rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
+        seconds.update(more)  # adds
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
+    return rollout, answer_metrics(first_draw, s.group_size) | seconds
+
+
+def without_flat_groups(policy, parts, batch, rollout, s):
+    """--max-resample: flat groups give way to groups of other problems -> Rollout, its metrics.
+
+    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
+    """
+    G = s.group_size
+    asked = 0  # other problems of this step
+    metrics = Counter(resampled_groups=0)
+    for _ in range(s.max_resample):
+        n = int(is_flat(rollout.rewards, G).sum())
+        everywhere = sum(from_all_ranks(n))
+        if everywhere == 0:
+            break  # every group of every rank teaches something
+        metrics["resampled_groups"] += everywhere
+        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
+        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
+        asked += n
+        drawn, seconds = answers_and_rewards(policy, parts, others, s)
+        metrics.update(seconds)  # adds
+        both = sample.joined(rollout, drawn)
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
+        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
+        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
+        rollout = take(both, rows)
+    return rollout, metrics
+
+
+def answers_and_rewards(policy, parts, batch, s):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
+    start = time.perf_counter()
+    truths = truths_of(batch.problems)
+    sampler = parts.sampler
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        if s.group_size % (2 * s.around_best):
+            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
+        rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                      s.temperature, batch.generators)
+    drawn = time.perf_counter()
+    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
+    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
+    if parts.reward_of:  # a function from Python may return any list of numbers
+        values = parts.reward_of(rollout)
+        values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+        rollout.rewards = values.reshape_as(rollout.rewards)
+    # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
+    unscored = rollout.rewards.isnan()
+    rollout.labels[unscored] = sample.IGNORE
+    rollout.rule_rewards[unscored] = math.nan
+    return rollout, Counter(seconds_sampling=drawn - start,
+                            seconds_scoring=time.perf_counter() - drawn)
+
+
+def advantages_of(parts, rollout, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
+
+    Its function gets what its parameters name, of the rollout's columns and of what stands here.
+    """
+    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+    given = vars(rollout) | {
+        "mask": rollout.mask,
+        "all_rows": all_rows,
+        "group_size": s.group_size,
+        "scale_by_std": s.scale_by_std,
+        "reward_weights": s.reward_weights}
+    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
+        given["right"] = is_right(rollout.rule_rewards)
+    if s.advantage == "shape":  # the boxes of each answer
+        words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
+        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage in BY_ENTROPY:
+        _, given["entropy"] = rollout_logprobs(parts.policy_model, rollout, s)
+    if s.advantage == "gdpo" and not rollout.reward_parts:
+        raise BadInput("--advantage gdpo: needs several --reward")
+    with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
+        advantages = function(**reward.select_kwargs(function, given)).float()
+    advantages[rollout.rewards.isnan()] = 0
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages
+
+
+@torch.no_grad()
+def rollout_logprobs(model, rollout, s, measure=True):
+    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+    both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
+    for rows, width in micro_batches(model, rollout, s):
+        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
+        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
+    return both
+
+
+def micro_batches(model, rollout, s):
+    """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
+    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
+                            logprob.has_long_rows(model))
+    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
+    # tokens of a prompt. They are not in the mask, so they count for nothing.
+    missing = max(from_all_ranks(len(cuts))) - len(cuts)
+    cuts += [(torch.tensor([0]), 2)] * missing
+    return with_progress(cuts, desc="micro-batches")
+
+
+def micro_batch_logprobs(model, rollout, rows, width, s, measure):
+    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+    micro = take(rollout, rows, width)
+    # A sharded model must be entered through a method that FSDP knows: see shard().
+    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
+    return score(micro.input_ids, micro.labels, s.temperature, measure)
+
+
+def mini_batches(rollout, s):
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    if s.minibatches > len(groups):
+        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
+    shares = groups.tensor_split(s.minibatches)
+    return [take(rollout, rows.flatten()) for rows in shares]
+
+
+def check_sampler(parts, rollout, s):
+    """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
+    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
+    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
+    nats = sampler_difference(rollout)
+    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
+        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
+        raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
+                       f"token; {mend}")
+
+
+def sampler_difference(rollout):
+    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
+    old = rollout.old_logprobs                                                         # (N, S-1)
+    apart = (rollout.sampler_logprobs - old).abs()
+    apart = apart.where(rollout.mask & old.isfinite(), 0)  # else the update is skipped
+    nats = apart.sum() / rollout.mask.sum().clamp(min=1)
+    return mean_of_ranks({"nats": nats})["nats"]
+
+
+def loss_mask(rollout, s):
+    """(N, S-1) bool: the tokens in the loss."""
+    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
+        return rollout.mask & rollout.finished[:, None]
+    return rollout.mask
+
+
+def answer_metrics(rollout, group_size):
+    """The metrics of drawn answers and of their rewards."""
+    rewards = all_rows(rollout.rewards)                                                # (N,)
+    scored = ~rewards.isnan()  # the other answers are in no metric
+    lengths = all_rows(rollout.mask.sum(dim=1)).float().where(scored, math.nan)
+    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
+    known = all_rows(rollout.rule_rewards)
+    known = known[~known.isnan()]
+    metrics = {
+        "reward_mean": rewards.nanmean(),
+        "reward_std": rewards[scored].std(correction=0),
+        "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
+        "accuracy": is_right(known).float().mean(),
+        "format_rate": (known > 0).float().mean(),
+        "flat_groups": is_flat(rewards, group_size).float().mean(),
+        "response_length_mean": lengths.nanmean(),
+        "response_length_p95": lengths.nanquantile(0.95),
+        "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
+    }
+    for name, values in (rollout.reward_parts or {}).items():
+        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
+    return metrics
+
+
+def step_metrics(rollout, metrics, updates, s):
+    """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds"))
+    metrics = metrics | {
+        "tokens": tokens,
+        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
+        "sampler_difference": sampler_difference(rollout),
+        "kl_coef": s.kl_coef,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
+    }
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
+        metrics["flat_groups"] = (~teaches).float().mean()
+    for name in updates[0]:
+        total = sum(update[name] for update in updates)
+        metrics[name] = total if name == "skipped_updates" else total / len(updates)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Helpers of train_grpo: problems and random numbers of a step, evaluation
+
+def batch_of_step(parts, step, s, resampled=None):
+    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
+    B = s.prompts_per_step
+    problems = parts.problems
+    key = (s.seed, step)
+    # Every epoch has a new order; the few problems that do not fill a step are left out.
+    epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
+    order = reward.shuffled(problems, seeded(s.seed, 0, epoch))
+    order = order[k * B:(k + 1) * B]
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    if resampled is not None:
+        key = (s.seed, "resample", step)
+        others = reward.shuffled(problems, seeded(*key))
+        others = [problem for problem in others if problem not in order]
+        # None comes again before all others have. Twice, for a rank may have a group more to draw.
+        order = (others + order) * (2 * s.max_resample)
+        mine = [rank() + world() * k for k in resampled]
+    batch = make_batch(parts.tokenizer, order, mine, key, s)
+    batch.step = step
+    return batch
+
+
+def make_batch(tokenizer, problems, places, key, s):
+    """The problems at these places -> Batch; their random numbers follow from key and place."""
+    chosen = [problems[j] for j in places]
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
+
+
+def seeded(*key, device="cpu"):
+    """A random generator that follows from these numbers and words alone."""
+    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
+    return torch.Generator(device).manual_seed(number_of(key))
+
+
+def number_of(value):
+    """A number of 63 bits that follows from what is printed of a value."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def update_reference(parts, rollout, step, s):
+    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
+    if not s.renew_reference:
+        return {}
+    reward_model = parts.reward_model
+    if reward_model:  # keep pairs of this step's answers: the same on every rank
+        rows = sum(from_all_ranks(rollout.judged), [])
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+    if step % s.renew_reference:
+        return {}
+    parts.ref_model.load_state_dict(parts.policy_model.state_dict())
+    metrics = {"reference_renewed": 1.0}
+    if reward_model:  # every rank takes the same steps on the same pairs
+        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
+    return metrics
+
+
+def adapt_kl_coef(run, s):
+    """--kl-band: this step's beta, by the metrics of the last step."""
+    if s.kl_band and run.history:
+        last = run.history[-1]
+        s.kl_coef = last["kl_coef"]
+        if last["approx_kl"] is not None:  # else the step was skipped
+            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
+
+
+def set_learning_rate(optimizer, step, s):
+    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
+    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
+    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
+    decaying = max(s.steps - s.warmup_steps, 1)
+    left = min(1.0, (s.steps - step + 1) / decaying)
+    lr *= LR_SCHEDULES[s.lr_schedule](left)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
+
+    A signal to the run breaks it off: then some problems were not asked.
+    """
+    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    policy = sampling_model(parts.policy_model)
+    mine = share_of_rank(len(parts.eval_problems))
+    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
+    rows = []
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if run and run.signal:
+            break
+        key = s.seed, "evaluation"
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
+        rollout, _ = answers_and_rewards(policy, parts, batch, s)
+        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
+    rows = sum(from_all_ranks(rows), [])
+    metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
+    if parts.reward_of:
+        for name in reward_names(rows):
+            metrics[f"eval_{name}"] = float(column(rows, name).nanmean())
+    return metrics, rows
+
+
+def evaluate_if_due(run, parts, s):
+    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
+
+    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
+    """
+    # Scores of other problems or rewards get another number: they never compete.
+    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
+    eval_id = number_of(asked)
+    steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
+    is_turn = not steps or run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
+    if run.step in steps or not is_turn:
+        return
+    scores, rows = evaluate(parts, s, run=run)
+    if run.stopped():
+        return
+    key = {"step": run.step, "eval_id": eval_id}
+    run.append("evaluations.jsonl", *(key | row for row in rows))
+    run.log(key | scores)
+    keep_best(run, parts, s)
+
+
+# --------------------------------------------------------------------------------------------------
 # Loading: device, model, tokenizer, problems, reward. Nearly all bad input is found before a folder
 # is made.
 
@@ -931,7 +915,7 @@ def load(s):
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = load_policy(s)[0] if s.has_shards else deepcopy(policy_model)
+            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
@@ -1391,6 +1375,8 @@ def join_ranks(s):
         raise ValueError(f"rank {rank()} of {world()}")
     if world() == 1:
         return
+    from datetime import timedelta
+
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -1475,7 +1461,7 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = deepcopy(model, room).to(device)  # by vars(): no submodule
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1826,163 +1812,6 @@ def cut_logs(run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The program: parse, load, open the folder, train, save, report
-
-def main(argv=None):
-    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
-    run = Run()
-    words = sys.argv[1:] if argv is None else argv
-    run.command = shlex.join(["train.py", *map(str, words)])
-    try:
-        settings = parse(words)
-        if settings.dry_run is not None:
-            plan_memory(settings)
-            return 0
-        join_ranks(settings)
-        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
-        parts = load(settings)
-        status = 0
-        if settings.eval_only:
-            print_figures(parts, settings)
-        elif settings.plain:
-            plain_grpo(parts, settings)
-        elif settings.trace:
-            print_trace(parts, settings)
-        else:
-            status = train(parts, settings, run)
-        leave_ranks(status)
-        return status
-    except Exception as error:
-        fault = line_of(error)
-        if run.resume_command:
-            fault = fault and f"{fault}; continue with: {run.resume_command}"
-            is_fast = re.search("logprob.py|in write_answers", traceback.format_exc())
-            error.add_note(f"continue with: {run.resume_command}"
-                           + " (--no-fast takes no fast paths)" * bool(is_fast))
-        if world() > 1:
-            end_rank(fault or traceback.format_exc())
-        if not fault:
-            raise
-    print(f"train.py: {fault}", file=sys.stderr)
-    return 2
-
-
-def line_of(error):
-    """The line for an error that its user can mend, or that no program can; "" for others."""
-    if isinstance(error, BadInput):
-        return str(error)
-    if out_of_memory(error):
-        return f"out of memory; {ADVICE}"
-    if re.search("No space left|quota exceeded|File too large", str(error)):
-        return f"the disk is full, or a file may not grow: {one_line(error)}"
-    return ""
-
-
-def train(parts, s, run):
-    """A run from its folder to its final/ -> exit status."""
-    run.name = on_rank_0(run.claim_folder, s)
-    if not begin(run, parts, s):
-        print0(f"already at step {run.step}: nothing to do")
-        return 0
-    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
-    try:
-        # From here on a signal lets the step end; until here there was nothing to save.
-        with run.stopping_on_signals():
-            train_grpo(parts, s, run)
-            stopped = run.stopped()
-    except Exception:
-        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
-        # costs those since the last checkpoint.
-        if not run.is_mid_step and world() == 1:
-            save_checkpoint(run, parts, s)
-        raise
-    if stopped:
-        save_checkpoint(run, parts, s)
-        print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + stopped
-    save_folder(parts.policy_model, parts.tokenizer, run, "final")
-    if s.lora_rank and run.folder:
-        save_adapter(run, parts.optimizer, s)
-    if s.renew_reference and parts.reward_model:  # training has changed it
-        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    on_rank_0(print_story, run)
-    return 0
-
-
-def begin(run, parts, s):
-    """Restore the checkpoint or write the first one, write the settings, print what starts.
-
-    -> whether there is a step to do; if there is none, nothing is written.
-    """
-    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
-    today = run.origin = origin_of(parts, settings)
-    if s.resume:
-        load_checkpoint(run, parts, s)  # with the run's own origin
-        if run.step > s.steps:
-            return False
-        load_logs(run)
-        keep_best(run, parts, s)
-        if changed := [name for name in today if today[name] != run.origin.get(name)]:
-            print0(f"not as when the run began: {', '.join(changed)}")
-    else:
-        save_checkpoint(run, parts, s)
-    if run.folder:  # last: where there are settings, there is a checkpoint
-        with run.replacing("config.json") as new:
-            new.write_text(json.dumps(settings, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
-    weights = parts.policy_model.num_parameters()
-    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
-    print0(f"policy    {weights / 1e6:.2f}M parameters, {trained / 1e6:.2f}M are trained"
-           f"{', of LoRA alone' * (s.lora_rank > 0)}; processes: {world()}; settings of "
-           f"{s.config or 'the command line'}\n"
-           f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
-           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
-           f"{s.group_size} answers to each of {s.prompts_per_step} problems")
-    return True
-
-
-def origin_of(parts, settings):
-    """What a run begins with: {flag: value}, a number for the weights and one for the problems."""
-    origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
-    bits = 0
-    for weight in parts.policy_model.parameters():
-        bits += int(whole_of(weight.detach()).view(torch.int16).sum())
-    origin["the weights of --model"] = bits  # the reference begins with them, too
-    origin["the problems of --data"] = zlib.crc32(repr(parts.problems).encode())
-    return origin
-
-
-def survive_closing(stream):
-    """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
-    def write_now(text):
-        try:
-            write(text)
-            stream.flush()
-        except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-    write = stream.write
-    stream.write = write_now
-    stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
-
-
-def print0(line, file=None):
-    """Rank 0 prints the line, above the progress bars."""
-    if rank() == 0:
-        with tqdm.external_write_mode(file):
-            print(line, file=file, flush=True)
-
-
-def command(program, *flags):
-    """The command to type into a shell, in any folder."""
-    # sys.executable: outside its virtual environment a bare `python` would not find torch.
-    start = [sys.executable]
-    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
-        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
-    return shlex.join([*start, str(HERE / program), *flags])
-
-
-# --------------------------------------------------------------------------------------------------
 # What a run shows: the bar, the last lines and the page of tests/tools take the same curves
 
 # Metrics in words, in the order in which these show them. One that step_metrics returns and that
@@ -2051,7 +1880,7 @@ def best_step(run):
 def update_bar(bar, run):
     """Show where the first six curves have come to."""
     bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
-                     for _, title, points in curves_of(run, RECENT)[:6]})
+                     for _, title, points in curves_of(run, RECENT)[:6]}, refresh=False)
     bar.update()
 
 
@@ -2319,6 +2148,165 @@ def print_trace(parts, s):
            f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage: "
            "all share weights, and where A is 0 there is none\n\n"
            "[H] train_grpo: fresh answers from the policy as it is now, and again")
+
+
+# --------------------------------------------------------------------------------------------------
+# The program: parse, load, open the folder, train, save, report
+
+def main(argv=None):
+    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
+    run = Run()
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
+    try:
+        settings = parse(words)
+        if settings.dry_run is not None:
+            plan_memory(settings)
+            return 0
+        join_ranks(settings)
+        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
+        parts = load(settings)
+        status = 0
+        if settings.eval_only:
+            print_figures(parts, settings)
+        elif settings.plain:
+            plain_grpo(parts, settings)
+        elif settings.trace:
+            print_trace(parts, settings)
+        else:
+            status = train(parts, settings, run)
+        leave_ranks(status)
+        return status
+    except Exception as error:
+        fault = line_of(error)
+        if run.resume_command:
+            fault = fault and f"{fault}; continue with: {run.resume_command}"
+            is_fast = re.search("logprob.py|in write_answers", traceback.format_exc())
+            error.add_note(f"continue with: {run.resume_command}"
+                           + " (--no-fast takes no fast paths)" * bool(is_fast))
+        if world() > 1:
+            end_rank(fault or traceback.format_exc())
+        if not fault:
+            raise
+    print(f"train.py: {fault}", file=sys.stderr)
+    return 2
+
+
+def line_of(error):
+    """The line for an error that its user can mend, or that no program can; "" for others."""
+    if isinstance(error, BadInput):
+        return str(error)
+    if reward.out_of_memory(error):
+        return f"out of memory; {ADVICE}"
+    if re.search("No space left|quota exceeded|File too large", str(error)):
+        return f"the disk is full, or a file may not grow: {one_line(error)}"
+    return ""
+
+
+def train(parts, s, run):
+    """A run from its folder to its final/ -> exit status."""
+    run.name = on_rank_0(run.claim_folder, s)
+    if not begin(run, parts, s):
+        print0(f"already at step {run.step}: nothing to do")
+        return 0
+    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
+    try:
+        # From here on a signal lets the step end; until here there was nothing to save.
+        with run.stopping_on_signals():
+            train_grpo(parts, s, run)
+            stopped = run.stopped()
+    except Exception:
+        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
+        # costs those since the last checkpoint.
+        if not run.is_mid_step and world() == 1:
+            save_checkpoint(run, parts, s)
+        raise
+    if stopped:
+        save_checkpoint(run, parts, s)
+        print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
+        return 128 + stopped
+    save_folder(parts.policy_model, parts.tokenizer, run, "final")
+    if s.lora_rank and run.folder:
+        save_adapter(run, parts.optimizer, s)
+    if s.renew_reference and parts.reward_model:  # training has changed it
+        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
+    on_rank_0(print_story, run)
+    return 0
+
+
+def begin(run, parts, s):
+    """Restore the checkpoint or write the first one, write the settings, print what starts.
+
+    -> whether there is a step to do; if there is none, nothing is written.
+    """
+    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+    today = run.origin = origin_of(parts, settings)
+    if s.resume:
+        load_checkpoint(run, parts, s)  # with the run's own origin
+        if run.step > s.steps:
+            return False
+        load_logs(run)
+        keep_best(run, parts, s)
+        if changed := [name for name in today if today[name] != run.origin.get(name)]:
+            print0(f"not as when the run began: {', '.join(changed)}")
+    else:
+        save_checkpoint(run, parts, s)
+    if run.folder:  # last: where there are settings, there is a checkpoint
+        with run.replacing("config.json") as new:
+            new.write_text(json.dumps(settings, indent=2))
+    run.resume_command = command("train.py", "--resume", run.name)
+    weights = parts.policy_model.num_parameters()
+    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    print0(f"policy    {weights / 1e6:.2f}M parameters, {trained / 1e6:.2f}M are trained"
+           f"{', of LoRA alone' * (s.lora_rank > 0)}; processes: {world()}; settings of "
+           f"{s.config or 'the command line'}\n"
+           f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
+           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+           f"{s.group_size} answers to each of {s.prompts_per_step} problems")
+    return True
+
+
+def origin_of(parts, settings):
+    """What a run begins with: {flag: value}, a number for the weights and one for the problems."""
+    origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
+    bits = 0
+    for weight in parts.policy_model.parameters():
+        bits += int(whole_of(weight.detach()).view(torch.int16).sum())
+    origin["the weights of --model"] = bits  # the reference begins with them, too
+    origin["the problems of --data"] = number_of(parts.problems)
+    return origin
+
+
+def survive_closing(stream):
+    """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
+    def write_now(text):
+        if not stream.isatty():  # a bar begins each time on a line of its own
+            text = text.replace("\r", "\n").replace("\x1b[A", "")
+        try:
+            write(text)
+            stream.flush()
+        except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    write = stream.write
+    stream.write = write_now
+    stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
+
+
+def print0(line, file=None):
+    """Rank 0 prints the line, above the progress bars."""
+    if rank() == 0:
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
+
+
+def command(program, *flags):
+    """The command to type into a shell, in any folder."""
+    # sys.executable: outside its virtual environment a bare `python` would not find torch.
+    start = [sys.executable]
+    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
+    return shlex.join([*start, str(HERE / program), *flags])
 
 
 if __name__ == "__main__":
