@@ -868,6 +868,47 @@ def evaluate_if_due(run, parts, s):
 def load(s):
     """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
+    check_values(s)
+    reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    reward_model = ref_model = optimizer = None
+    sampler = sample_groups
+    if s.reply:
+        reply = reward.load_function("--reply", s.reply)
+        sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
+                          reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
+    policy_model, tokenizer = load_policy(s)
+    problems, eval_problems = load_data(s, tokenizer)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model, reward_of = load_reward_model(s, problems)
+    policy_model = shard(policy_model, s, samples=True)
+    if not s.eval_only:
+        if s.kl_coef:  # the initial policy, frozen
+            # A sharded model cannot be copied, and host memory should hold one model at a time.
+            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
+            ref_model = shard(initial.requires_grad_(False), s)
+        optimizer = make_optimizer(policy_model, s, ref_model)
+    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
+                 reward_of, reward_model)
+
+
+def load_reward_model(s, problems):
+    """-> the RewardModel of --reward-model and its reward_of."""
+    with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
+        sample.checked_config(s.reward_model)
+        model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, s.device)
+        sample.check_loaded(report)
+    if s.renew_reference:  # else it is never trained
+        with_moments(model.optimizer)
+        if not any(truths_of(problems)):
+            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
+                   "the rule orders its pairs")
+    prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
+    prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
+    return model, partial(reward.model_rewards, model, prompt_of)
+
+
+def check_values(s):
+    """BadInput: a folder that is in use, or values that cannot be used."""
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
     if in_use and not s.resume:
@@ -888,38 +929,6 @@ def load(s):
         raise BadInput("--reward-model and --reward: only one can give the rewards")
     with blame("--system-prompt:"):
         reward.check_escapes(json.dumps(s.system_prompt))
-    reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
-    reward_model = ref_model = optimizer = None
-    sampler = sample_groups
-    if s.reply:
-        reply = reward.load_function("--reply", s.reply)
-        sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
-                          reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
-    policy_model, tokenizer = load_policy(s)
-    problems, eval_problems = load_data(s, tokenizer)
-    if s.reward_model:  # after the policy: from then on transformers prints nothing
-        with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
-            sample.checked_config(s.reward_model)
-            reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
-                                                            s.device)
-            sample.check_loaded(report)
-        if s.renew_reference:  # else it is never trained
-            with_moments(reward_model.optimizer)
-            if not any(truths_of(problems)):
-                print0("--renew-reference: no true answer is known, so --reward-model is not "
-                       "trained: the rule orders its pairs")
-        prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
-        prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
-        reward_of = partial(reward.model_rewards, reward_model, prompt_of)
-    policy_model = shard(policy_model, s, samples=True)
-    if not s.eval_only:
-        if s.kl_coef:  # the initial policy, frozen
-            # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
-            ref_model = shard(initial.requires_grad_(False), s)
-        optimizer = make_optimizer(policy_model, s, ref_model)
-    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
-                 reward_of, reward_model)
 
 
 def check_combinations(s):
