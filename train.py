@@ -572,8 +572,8 @@ def answers_and_rewards(policy, parts, batch, s):
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
         if s.group_size % (2 * s.around_best):
             raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
-        rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+        score = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, score=score)
     rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                       s.temperature, batch.generators)
     drawn = time.perf_counter()
@@ -869,7 +869,7 @@ def load(s):
     """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
     check_values(s)
-    reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:

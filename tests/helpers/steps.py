@@ -12,7 +12,7 @@ from models import opened
 import sample
 import train
 from advantage import group_advantages
-from reward import own_reward_of
+from reward import load_rewards
 
 PROBLEMS = train.reward.load_problems(str(TINY / "train.jsonl"))  # it is trained on these
 
@@ -111,7 +111,7 @@ def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, re
 
 
 def own_rewards(s):
-    return own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    return load_rewards(s.reward, s.reward_weights, s.step_reward)
 
 
 NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]

@@ -334,10 +334,10 @@ def test_sampling_around_the_best(model, config, best, cut):
     config("eos_token_id", [END, 7, 40])
     asked = []
 
-    def rewards_of(responses):
+    def score(responses):
         asked.append(responses)
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
-    around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
+    around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), score=score,
                            best=best, cut=cut)
     [texts] = asked
     rows, answers = around.responses, around.answer_ids

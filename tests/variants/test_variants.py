@@ -182,7 +182,7 @@ def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
     H = rollout.entropy
     same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
     p = parts("--advantage=gtpo", "--max-new-tokens=12", "--reward=rule")
-    _, rollout, _ = whole_step(p, reward.own_reward_of(["rule"]))
+    _, rollout, _ = whole_step(p, reward.load_rewards(["rule"]))
     r, H = rollout.rewards, rollout.entropy
     assert 0.5 in r                                       # a box that holds something else
     same(rollout.advantages, gtpo_advantages(r, H, rollout.mask, 4, r == 1.5))
