@@ -534,7 +534,11 @@ def scored_groups(parts, batch, s):
     for draw in (first_draw, rollout):
         reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
                                 s.overlong_buffer)
-    return rollout, answer_metrics(first_draw, s.group_size) | seconds
+    G = s.group_size
+    if s.around_best:  # the other halves continue the best answers, and are no free draws
+        halves = torch.arange(len(first_draw.responses)).view(-1, 2, G // 2)[:, 0]     # (B, G / 2)
+        first_draw, G = take(first_draw, halves.flatten()), G // 2
+    return rollout, answer_metrics(first_draw, G) | seconds
 
 
 def without_flat_groups(policy, parts, batch, rollout, s):
