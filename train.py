@@ -2270,9 +2270,9 @@ def begin(run, parts, s):
     run.resume_command = command("train.py", "--resume", run.name)
     weights = parts.policy_model.num_parameters()
     trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
-    print0(f"policy    {weights / 1e6:.2f}M parameters, {trained / 1e6:.2f}M are trained"
-           f"{', of LoRA alone' * (s.lora_rank > 0)}; processes: {world()}; settings of "
-           f"{s.config or 'the command line'}\n"
+    factors = ", the factors of LoRA" * (s.lora_rank > 0)
+    print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
+           f"{world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
