@@ -245,19 +245,19 @@ def test_a_part_that_fell_while_the_sum_rose_is_told(own, tmp_path):
                                   ("eval_reward/worked", first, first)):
         assert "fell" not in train.change_of(metric, before, after)
     folder = tmp_path / "run"
-    out, _ = told(*FLAGS, f"--reward={file}:worked", f"{file}:brief", "--reward-weights", "0.125",
-                  "1", "--lr=0.003", f"--output={folder}")
+    both = "--reward", f"{file}:worked", f"{file}:brief"
+    out, _ = told(*FLAGS, *both, "--reward-weights", "0.125", "1", f"--output={folder}")
     lines = metrics_of(folder)
     for name in ("worked", "brief"):
         assert {f"eval_reward/{name}", "eval_reward"} < lines[0].keys()
-        assert re.search(rf"\nheld-out reward/{name} .*\n +\d\.\d+ ", out)
+        assert re.search(rf"\nheld-out reward/{name} .*\n +\d\.\d+[ ,]", out)
     assert "the one that gained most" in out
     import page
     text = page.main(folder).read_text(encoding="utf-8")
     assert "held-out reward/worked" in text and "held-out reward/brief" in text
     logged = lines_of(folder / "samples.jsonl")[0]
     assert len(logged["reward/worked"]) == len(logged["reward/brief"]) == 4
-    out, _ = told(*FLAGS, "--eval-only", f"--reward={file}:worked", f"{file}:brief")
+    out, _ = told(*FLAGS, *both, "--eval-only")
     for k in (1, 2, 4):
         for name in ("reward", "reward/worked", "reward/brief"):
             assert re.search(rf"\n{name}, best of {k} +\d+\.\d+ [±\[,]", out), (name, k)
