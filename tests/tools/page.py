@@ -3,6 +3,7 @@
     python tests/tools/page.py RUN        # of its final/, or if it has none yet of its best/
 """
 import html
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import sample  # noqa: E402
 import train  # noqa: E402
 from sample import words_of  # noqa: E402
-from train import SCORES, best_step, compared, curves_of, example_of, points_and_steps  # noqa: E402
+from train import best_step, change_of, curves_of, example_of, points_and_steps  # noqa: E402
 
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -65,8 +66,9 @@ def main(folder):
     run = run_of(folder)
     for group in tinted_groups(run):
         tensors = {name: torch.tensor(group[name]) for name in train.TENSORS}
+        rewards = torch.tensor([math.nan if r is None else r for r in group["rewards"]])
         answers = sample.Rollout(**tensors, sampler_logprobs=tensors["old_logprobs"],
-                                responses=None)
+                                 responses=None, rewards=rewards)
         logprobs, _ = train.rollout_logprobs(model, answers, s)                         # (G, S-1)
         sections += section_of(group, answers, logprobs - answers.old_logprobs, tokenizer)
     page = folder / "page.html"
@@ -94,18 +96,20 @@ def page_of(run, sections, s):
     steps = run.evaluations[-1]["step"]
     figures = "".join(figure_of_curve(*curve, steps) for curve in curves)
     _, n = points_and_steps(steps)
-    metric, title, points = curves[0]
+    _, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
     rows = run.first_and_last()
     before, after = example_of(*rows)
+    changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
+               if metric.startswith("eval_")]
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(run.folder.name)}</title>
 <style>{STYLE}</style></head><body>
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(*rows, SCORES[metric])}</p>
+<p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
 and G = {s.group_size} answers to each; lr {s.learning_rate:g}. The best evaluation is that of step
 {best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means of the
@@ -145,8 +149,9 @@ def figure_of_curve(metric, title, points, last):
 def section_of(group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     r = answers.rewards
-    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
-            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
+    scored = r[~r.isnan()]
+    text = (f"<section><h3>step {group['step']} <small>mean reward {scored.mean():.3g}, std "
+            f"{scored.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
             f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
