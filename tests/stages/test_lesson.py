@@ -57,7 +57,7 @@ def test_a_plain_answer():
     assert ids == [2], "The end token belongs to the answer, and nothing follows it."
     close(logprobs, logs(0.3), "The end token has its log-prob, as any other.")
     ids, _ = drawn([0.0], [0], chances=[[0.0, 0.5, 0.5]])
-    assert ids == [1], "The first sum that exceeds u, not one that equals it (<=): token 0 has p = 0."
+    assert ids == [1], "The first sum that exceeds u, not one equal to it (<=): token 0 has p = 0."
     # At temperature 0.5 chances are squared: 0.04, 0.25, 0.09 over 0.38; the sums 0.11, 0.76, 1
     ids, logprobs = drawn([0.15], [0], temperature=0.5)
     assert ids == [1], "The logits are divided by the temperature before the draw."
