@@ -103,11 +103,7 @@ def page_of(run, sections, s):
     before, after = example_of(*rows)
     changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
                if metric.startswith("eval_")]
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.folder.name)}</title>
-<style>{STYLE}</style></head><body>
+    return document(run.folder.name, f"""
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
 <p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
@@ -128,7 +124,16 @@ its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
 <i style="--d:-2">less likely</i> since the policy drew them:
 <i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
 <i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
-[E]'s ratio.</p>{sections}</body></html>"""
+[E]'s ratio.</p>{sections}""")
+
+
+def document(title, body, style=""):
+    """A page of its own, which runs and loads nothing."""
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}{style}</style></head><body>{body}</body></html>"""
 
 
 def figure_of_curve(metric, title, points, last):
