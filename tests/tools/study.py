@@ -31,8 +31,11 @@ spreads together. "Not seen" is no proof of the contrary, on a task as small as 
 """
 
 import argparse
+import collections
 import concurrent.futures
 import copy
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -46,8 +49,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +61,7 @@ CODE = [ROOT / f"{name}.py" for name in ("sample", "reward", "advantage", "logpr
 # What is tried. The numbers in front of the claims are those of the theory's documents.
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Arm:
     label: str
     flags: str = ""
@@ -68,7 +69,8 @@ class Arm:
     from_trained: bool = False   # starts from what plain GRPO with the same seed has become
     trains: bool = True          # False: the untrained policy is examined
     imitates: bool = False       # right answers have A = 1, wrong ones 0; siblings do not count
-    answers: str = "its own"     # "untrained": that policy's; "worked": the file's own solutions
+    answers: str = "its own"     # "untrained": that policy's; "kept": its right ones, again and
+                                 # again; "worked": the file's own solutions
 
 
 # Claims: (document, figure, what it says of the arms, in words). `A > B`: the figure of A should be
@@ -76,7 +78,18 @@ class Arm:
 GRPO = Arm("GRPO")
 EVEN = "--reward {study}:even_box"
 IMITATION = "--kl-coef 0 --clip-eps 1 --clip-eps-high 1e6"    # never clipped
+TAUGHT = [                                       # by right answers, in one way or another
+    GRPO,
+    Arm("GRPO, beta 0", "--kl-coef 0"),
+    Arm("online imitation", IMITATION, imitates=True),
+    Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
+]
 REAL = "--config {real} --prompts-per-step 4"    # half the answers of the run in the README
+
+
+def with_flags(arm, flags, name=""):
+    return dataclasses.replace(arm, label=arm.label + name, flags=f"{flags} {arm.flags}".strip())
+
 
 STUDY = {
     "objectives": ("Objectives and advantages", ["flat", "std_fall"], [
@@ -168,6 +181,10 @@ STUDY = {
         ("002", "grad_norm", "resampled > as it is", "equal rewards: the gradient collapses"),
         ("000", "sampled", "resampled > as it is", "it works on what is not yet mastered"),
     ]),
+    "rates": ("Learning rates of the controls", [], [
+        with_flags(arm, f"--lr {rate}", f", {rate}")
+        for arm in TAUGHT for rate in ("1e-4", "3e-4", "6e-4", "1e-3")
+    ], []),
     "length": ("An even number in the box pays, length does not", ["length_growth", "reward"], [
         Arm("GRPO", EVEN),
         Arm("Dr. GRPO", f"{EVEN} --aggregate constant --no-scale-by-std"),
@@ -182,10 +199,7 @@ STUDY = {
     ]),
     "controls": ("Controls", [], [
         Arm("untrained", trains=False),
-        GRPO,
-        Arm("GRPO, beta 0", "--kl-coef 0"),
-        Arm("online imitation", IMITATION, imitates=True),
-        Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
+        *TAUGHT,
         Arm("SFT", f"{IMITATION} --aggregate token --prompts-per-step 64 --group-size 2",
             imitates=True, answers="worked"),
         Arm("a coin", "--reward {study}:coin"),
@@ -193,11 +207,9 @@ STUDY = {
     ], []),
     "real controls": ("Controls of sums of two operations", [], [
         Arm("untrained", "--config {real}", trains=False),
-        Arm("GRPO", "--config {real}"),
-        Arm("GRPO, beta 0", "--config {real} --kl-coef 0"),
-        Arm("online imitation", f"--config {{real}} {IMITATION}", imitates=True),
-        Arm("self-SFT", f"--config {{real}} {IMITATION} --aggregate token", imitates=True,
-            answers="untrained"),
+        *(with_flags(arm, "--config {real}") for arm in TAUGHT),
+        Arm("self-SFT, several passes", f"--config {{real}} {IMITATION} --aggregate token "
+            "--eval-every 10 --eval-limit 0", imitates=True, answers="kept"),
         Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
             "--reward {rewards}:ended {rewards}:right"),
     ], []),
@@ -305,13 +317,12 @@ def run_one(output, arm, seed, steps, real=""):
     if arm.sampled_at or arm.answers != "its own":
         train.check_sampler = lambda *_: None               # else the check would end such a run
     places = {"study": Path(__file__).resolve(), "real": real, "rewards": REWARDS}
-    argv = [part.format(**places) for part in arm.flags.split()]
+    argv = [f"--seed={seed}", f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
+            f"--output={folder}", *(part.format(**places) for part in arm.flags.split())]
     if arm.from_trained:
         # The tiny policy's own settings come with its model; another model brings none.
         argv += ["--config", str(ROOT / "tests" / "tiny" / "grpo.json"),
                  "--model", str(folder_of(output, GRPO, seed, steps) / "final")]
-    argv += [f"--seed={seed}", f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
-             f"--output={folder}"]
     status = train.main(argv)
     if status:
         return status
@@ -345,16 +356,19 @@ class OtherAnswers:
     def __init__(self, train, whose, count_own):
         self.train = train
         self.answer = train.answers_and_rewards
-        self.whose = whose                                   # "untrained" or "worked"
+        self.whose = whose                                   # see Arm.answers
         self.count_own = count_own
         self.accuracy = {}
         self.seconds = 0.0
         self.untrained = None
+        self.kept = None
 
     def __call__(self, policy, parts, batch, s):
         if s.temperature == 0:                               # an evaluation
             return self.answer(policy, parts, batch, s)
         self.untrained = self.untrained or copy.deepcopy(policy)
+        if self.whose == "kept":
+            return self.kept_ones(parts, s)
         if self.whose == "worked":
             parts = SimpleNamespace(**vars(parts) | {"sampler": self.worked(batch)})
         found = self.answer(self.untrained, parts, batch, s)
@@ -366,6 +380,22 @@ class OtherAnswers:
             self.accuracy = {"accuracy": float(right.double().mean())}
             self.seconds += time.process_time() - start
         return found
+
+    def kept_ones(self, parts, s):
+        """Half a step's rows, all right: of what the untrained policy draws in a whole run."""
+        take = self.train.take
+        if not self.kept:
+            batches = [self.train.batch_of_step(parts, n, s) for n in range(1, s.steps + 1)]
+            drawn = [self.answer(self.untrained, parts, batch, s)[0] for batch in batches]
+            right = [take(some, (some.rewards >= 1).nonzero().flatten()) for some in drawn]
+            self.kept = functools.reduce(self.train.sample.joined, right)
+            n = len(self.kept.responses)
+            distinct = len({*zip(self.kept.prompts, self.kept.responses)})
+            self.accuracy = {"kept": n, "distinct": distinct}
+            self.order = passes(n, s.seed)
+        n_rows = s.prompts_per_step * s.group_size // 2
+        rows = list(itertools.islice(self.order, n_rows))
+        return take(self.kept, rows), collections.Counter()
 
     def worked(self, batch):
         """A sampler that gives each problem's own solution, as the tiny policy writes them."""
@@ -380,6 +410,13 @@ class OtherAnswers:
             return sample.to_rollout(tokenizer, prompt_ids, rows,
                                      sample.end_token_ids(model, tokenizer))
         return sampler
+
+
+def passes(n, seed):
+    """0 to n - 1 without end, in a new order every time round."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(range(n), n)
 
 
 def group_std(rewards, group_size):
@@ -548,7 +585,7 @@ def cell(runs, name):
 def table(name, results):
     """Markdown: the arms with their figures, then the claims with their verdicts."""
     title, more, arms, claims = STUDY[name]
-    columns = {"real": OF_REAL, "controls": OF_CONTROLS,
+    columns = {"real": OF_REAL, "controls": OF_CONTROLS, "rates": OF_CONTROLS,
                "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
     columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
     lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
@@ -706,7 +743,8 @@ def main():
             missing += len(args.seeds) - len(runs)
             other_code += sum(run["code"] != digest() for run in runs)
             results[arm.label] = [run["figures"] for run in runs]
-        more = {"controls": each_seed, "real controls": paired}.get(name, partial(charts, name))
+        more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(
+            name, functools.partial(charts, name))
         print(table(name, results), *more(results), sep="\n", flush=True)
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
