@@ -1,4 +1,5 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
+import itertools
 import json
 import math
 import sys
@@ -66,7 +67,7 @@ def test_the_plan_names_what_exists(name):
         flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json",
                                  rewards=study.REWARDS)
         train.check_combinations(train.parse(flags.split()))
-        assert arm.answers in ("its own", "untrained", "worked")
+        assert arm.answers in ("its own", "untrained", "kept", "worked")
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
         assert figure in (study.OF_REAL if name == "real" else [*study.COLUMNS, *more])
@@ -105,13 +106,54 @@ def test_imitation(watched, tmp_path, label):
     own_answers = label == "online imitation"
     # From step 2 on the policy has moved, and only its own answers are as likely as when drawn.
     assert (metrics[-1]["sampler_difference"] < 1e-4) == own_answers
-    means = [(step["reward_mean"] - 0.5 * step["format_rate"]) for step in metrics]
+    means = list(map(share_right, metrics))
     assert ([step["accuracy"] for step in metrics] == pytest.approx(means)) == own_answers
     if label == "SFT":
         assert all(group["rewards"] == [1.5, 1.5] for group in groups)
         assert " = " in groups[0]["responses"][0]
     assert json.loads((folder / "figures.json").read_text())["figures"]["sampled"] > 0.4
     assert not isinstance(train.answers_and_rewards, study.OtherAnswers)     # the exam asks its own
+
+
+def test_right_answers_of_the_untrained_policy_again_and_again(watched, tmp_path):
+    """All that it draws in the run, and each of them once before one comes again."""
+    arm = study.Arm("", f"{study.IMITATION} --aggregate token", imitates=True, answers="kept")
+    drawn = study.Arm("", arm.flags, imitates=True, answers="untrained")
+    for one in (drawn, arm):
+        assert study.run_one(tmp_path, one, 0, 5) == 0
+    once, again = (metrics_in(study.folder_of(tmp_path, one, 0, 5))[1:] for one in (drawn, arm))
+    n_right = sum(round(128 * share_right(step)) for step in once)
+    assert {step["kept"] for step in again} == {n_right} and 0 < again[0]["distinct"] < n_right
+    assert all(step["reward_mean"] == 1.5 and step["flat_groups"] == 1 for step in again)
+    rows = list(itertools.islice(study.passes(7, 0), 21))
+    passes = [rows[start:start + 7] for start in (0, 7, 14)]
+    assert [sorted(some) for some in passes] == [list(range(7))] * 3 and passes[0] != passes[1]
+
+
+def share_right(step):
+    """Of a step whose answers earn 0, 0.5 for a box, or 1.5."""
+    return step["reward_mean"] - 0.5 * step["format_rate"]
+
+
+def test_answers_that_are_kept_print_the_table(capsys, monkeypatch, tmp_path):
+    sampled = [[True] * 16, [True] + [False] * 15]
+    run = study.rates({"greedy": [[True], [False]], "sampled": sampled})
+    assert (run["greedy"], run["sampled"]) == (0.5, 17 / 32)
+    assert [run[f"pass@{k}"] for k in (2, 8, 16)] == [(1 + 1 / 8) / 2, 0.75, 1]
+    kept = study.packed(run | {"cpu_seconds": 9, "right_curve": [0.25] * 10})
+    assert (kept["greedy"], kept["sampled"], kept["samples"]) == ([1, 0], [16, 1], 16)
+    less = {**kept, "greedy": "01", "sampled": None, "cpu_seconds": None, "right_curve": None}
+    arms = {arm.label: [] for arm in study.STUDY["real controls"][2]}
+    arms |= {"untrained": [kept], "GRPO": [kept, less]}
+    told = {"GRPO": {"sampled": "0.9 ± 0.1"}}
+    (tmp_path / "kept.json").write_text(json.dumps({"arms": arms, "told": told}))
+    monkeypatch.setattr(sys, "argv", ["study.py", f"--kept={tmp_path / 'kept.json'}"])
+    study.main()
+    out = capsys.readouterr().out
+    assert "| untrained | 1 | 0.5 | 0.531 |" in out
+    assert "| GRPO | 2 | 0.5 ± 0 | (0.9 ± 0.1) |" in out
+    assert "GRPO, run 1, pass@16: 1.000 [" in out and "GRPO, run 2, greedy: 0.500 ±" in out
+    assert "GRPO, run 2, sampled" not in out and out.endswith("means of ten steps: 0.25\n")
 
 
 def test_real_controls_are_compared_problem_by_problem():

@@ -278,14 +278,15 @@ def folder_of(output, arm, seed, steps):
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
-def run_one(output, arm, seed, steps, real=""):
+def run_one(output, arm, seed, steps, real="", samples=8):
     """Train, examine, write figures.json last: a run without it is not finished."""
     sys.path.insert(0, str(ROOT))
     import train
     folder = folder_of(output, arm, seed, steps)
     if not arm.trains:
         folder.mkdir(parents=True, exist_ok=True)
-        return keep(folder, real_exam(train, real) if real else exam(train, train.TINY))
+        found = real_exam(train, real, samples=samples) if real else exam(train, train.TINY)
+        return keep(folder, found)
 
     sample_groups = train.sample_groups
     step_metrics = train.step_metrics
@@ -333,7 +334,7 @@ def run_one(output, arm, seed, steps, real=""):
     train.sample_groups = sample_groups
     train.answers_and_rewards = others.answer                # or the exam would ask others, too
     if real:
-        found |= real_exam(train, real, folder / "final")
+        found |= real_exam(train, real, folder / "final", samples)
         shutil.rmtree(folder / "final")                  # half a GB
     else:
         found |= exam(train, folder / "final")
@@ -461,15 +462,49 @@ def real_exam(train, config, model=None, samples=8):
     given = ["--model", str(model)] if model else []
     settings = train.parse(["--eval-only", "--eval-limit=0", "--config", config, *given])
     parts = train.load(train.plan_memory(settings))
-    found = {}
+    right = {}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)
-        right = (train.column(rows, "reward") >= 1).view(-1, n)                      # (B, n)
-        found[name] = float(right.double().mean())
-        found[f"{name}_answers"] = right.tolist()
-    for k in (2, 4, samples):
-        found[f"pass@{k}"] = train.reward.pass_at_k(right.tolist(), k)
+        right[name] = (train.column(rows, "reward") >= 1).view(-1, n).tolist()       # (B, n)
+    return rates(right)
+
+
+def rates(right):
+    """{"greedy": (B, 1), "sampled": (B, n)}, whether answers are right -> figures of an exam."""
+    found = {}
+    for name, answers in right.items():
+        found[name] = statistics.fmean(map(statistics.fmean, answers))
+        found[f"{name}_answers"] = answers
+        for k in powers(answers) if name == "sampled" else []:
+            found[f"pass@{k}"] = statistics.fmean(found_by(k, answers))
     return found
+
+
+def powers(answers):
+    """1, 2, 4 … up to the number of answers to a problem."""
+    return [2 ** n for n in range(len(answers[0]).bit_length())]
+
+
+def found_by(k, answers):
+    """Of each problem the chance that one of k of its n answers is right, as in pass_at_k."""
+    subsets = math.comb(len(answers[0]), k)
+    return [1 - math.comb(of_problem.count(False), k) / subsets for of_problem in answers]
+
+
+def packed(run):
+    """What --keep writes of a real control: of each problem the number of right answers."""
+    counts = {name: list(map(sum, run[f"{name}_answers"])) for name in ("greedy", "sampled")}
+    told = {name: run.get(name) for name in ("cpu_seconds", "right_curve")}
+    return counts | {"samples": len(run["sampled_answers"][0])} | told
+
+
+def unpacked(kept):
+    """The figures of what is kept; null is what is not."""
+    found = {name: kept[name] for name in ("cpu_seconds", "right_curve") if kept[name] is not None}
+    counts = {name: kept[name] for name in ("greedy", "sampled") if kept[name] is not None}
+    n = {"greedy": 1, "sampled": kept["samples"]}
+    return found | rates({name: [[True] * c + [False] * (n[name] - c) for c in map(int, numbers)]
+                          for name, numbers in counts.items()})
 
 
 def digest():
@@ -578,21 +613,27 @@ def cell(runs, name):
     mean, spread = summary([run.get(name, math.nan) for run in runs])
     if math.isnan(mean):
         return "–"
+    if len(runs) == 1:
+        return f"{mean:.3g}"
     late = "≥ " if name == "at_09" and any(run["never"] for run in runs) else ""
     return f"{late}{mean:.3g} ± {spread:.2g}"
 
 
-def table(name, results):
-    """Markdown: the arms with their figures, then the claims with their verdicts."""
+def table(name, results, told=None):
+    """Markdown: the arms with their figures, then the claims with their verdicts.
+
+    told: {arm: {figure: text}}, in brackets, where the answers behind a figure were not kept.
+    """
     title, more, arms, claims = STUDY[name]
     columns = {"real": OF_REAL, "controls": OF_CONTROLS, "rates": OF_CONTROLS,
                "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
     columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
-    lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
-             "|" + " --- |" * (len(columns) + 1)]
+    lines = [f"\n### {title}\n", "| | seeds | " + " | ".join(columns.values()) + " |",
+             "|" + " --- |" * (len(columns) + 2)]
     for arm in arms:
-        cells = [cell(results[arm.label], column) for column in columns]
-        lines.append(f"| {arm.label} | " + " | ".join(cells) + " |")
+        runs, texts = results[arm.label], (told or {}).get(arm.label, {})
+        cells = [f"({texts[name]})" if name in texts else cell(runs, name) for name in columns]
+        lines.append(f"| {arm.label} | {len(runs)} | " + " | ".join(cells) + " |")
     if not claims:
         return "\n".join(lines)
     lines += ["", "| document | what it says | so | seen? |", "| --- | --- | --- | --- |"]
@@ -651,13 +692,21 @@ def paired(results):
     for title, before, after in pairs:
         if before and after:
             for name in ("greedy", "sampled"):
-                line = compared(shares(before, name), shares(after, name), "right")
-                yield f"- {title}, {name}: {line}"
+                if all(f"{name}_answers" in run for run in before + after):
+                    line = compared(shares(before, name), shares(after, name), "right")
+                    yield f"- {title}, {name}: {line}"
+            both = [run.get("sampled_answers", [[]]) for run in before + after]
+            ks = min(map(powers, both), key=len)
+            for k in ks if len(both) == 2 and ks[-1:] > [8] else []:
+                rows = [[{"right": chance} for chance in found_by(k, answers)] for answers in both]
+                yield f"- {title}, pass@{k}: {compared(*rows, 'right')}"
     for label, runs in results.items():
-        for run in runs if label not in ("untrained", "self-SFT") else []:
-            tens = [run["right_curve"][start:start + 10] for start in range(0, 50, 10)]
-            means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens if ten)
-            yield f"- {label}: right answers, means of ten steps: {means}"
+        for run in runs if label in ("GRPO", "GRPO, beta 0", "online imitation") else []:
+            curve = run.get("right_curve", [])
+            tens = [curve[start:start + 10] for start in range(0, len(curve), 10)]
+            means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens)
+            if curve:
+                yield f"- {label}: right answers, means of ten steps: {means}"
 
 
 def seconds_of(arm, steps):
@@ -671,13 +720,14 @@ def seconds_of(arm, steps):
     return 7 + steps * (0.1 + 0.07 * (int(updates[1]) if updates else 2) + resampling)
 
 
-def start_run(output, real, job):
+def start_run(args, job):
     arm, seed, steps = job
-    folder = folder_of(output, arm, seed, steps)
+    folder = folder_of(args.output, arm, seed, steps)
     shutil.rmtree(folder, ignore_errors=True)
     # One thread each: two runs share two cores.
-    command = [sys.executable, __file__, "--output", output, "--seeds", str(seed), "--real", real,
-               "--steps", str(steps), "--run", json.dumps(vars(arm))]
+    command = [sys.executable, __file__, f"--output={args.output}", f"--real={args.real}",
+               f"--seeds={seed}", f"--steps={steps}", f"--samples={args.samples}",
+               f"--run={json.dumps(vars(arm))}"]
     done = subprocess.run(command, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     trouble = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
@@ -699,6 +749,9 @@ def main():
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
     parser.add_argument("--controls", action="store_true", help="their table")
+    parser.add_argument("--samples", type=int, default=8, help="of each held-out problem, --real")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="of --controls --real: write it")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="and print what it holds")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
     parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
@@ -707,7 +760,12 @@ def main():
     args = parser.parse_args()
     if args.run:
         arm = Arm(**json.loads(args.run))
-        sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
+        sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real, args.samples))
+    if args.kept:
+        kept = json.loads(args.kept.read_text())
+        results = {label: list(map(unpacked, runs)) for label, runs in kept["arms"].items()}
+        print(table("real controls", results, kept["told"]), *paired(results), sep="\n")
+        return
     if args.real or args.controls:
         args.only = [" ".join(["real"] * bool(args.real) + ["controls"] * args.controls)]
     n_seeds = 2 if args.real else 5
@@ -730,7 +788,7 @@ def main():
     for wave in todo:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             try:
-                list(pool.map(lambda job: start_run(args.output, args.real, job), wave))
+                list(pool.map(functools.partial(start_run, args), wave))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)
                 sys.exit(130)
@@ -746,6 +804,9 @@ def main():
         more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(
             name, functools.partial(charts, name))
         print(table(name, results), *more(results), sep="\n", flush=True)
+        if args.keep:
+            arms = {label: list(map(packed, runs)) for label, runs in results.items()}
+            args.keep.write_text(json.dumps({"arms": arms, "told": {}}) + "\n")
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)
