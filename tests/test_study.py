@@ -135,41 +135,35 @@ def share_right(step):
     return step["reward_mean"] - 0.5 * step["format_rate"]
 
 
-def test_answers_that_are_kept_print_the_table(capsys, monkeypatch, tmp_path):
-    sampled = [[True] * 16, [True] + [False] * 15]
-    run = study.rates({"greedy": [[True], [False]], "sampled": sampled})
-    assert (run["greedy"], run["sampled"]) == (0.5, 17 / 32)
-    assert [run[f"pass@{k}"] for k in (2, 8, 16)] == [(1 + 1 / 8) / 2, 0.75, 1]
-    kept = study.packed(run | {"cpu_seconds": 9, "right_curve": [0.25] * 10})
-    assert (kept["greedy"], kept["sampled"], kept["samples"]) == ([1, 0], [16, 1], 16)
-    less = {**kept, "greedy": "01", "sampled": None, "cpu_seconds": None, "right_curve": None}
-    arms = {arm.label: [] for arm in study.STUDY["real controls"][2]}
-    arms |= {"untrained": [kept], "GRPO": [kept, less]}
-    told = {"GRPO": {"sampled": "0.9 ± 0.1"}}
-    (tmp_path / "kept.json").write_text(json.dumps({"arms": arms, "told": told}))
+def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path):
+    def run(greedy, sampled=None, curve=None):
+        return {"greedy_right": greedy, "sampled_right": sampled, "samples": sampled and 2,
+                "right_curve": curve, "cpu_seconds": None}
+
+    arms = {"untrained": [run([0, 0], [1, 0])],
+            "GRPO": [run([1, 0], [2, 0], [0.25] * 10 + [0.5] * 5), run([1, 1], [2, 1])],
+            "GRPO, beta 0": [], "online imitation": [run([1, 0], [2, 0])], "old": [run([0, 1])]}
+    kept = {"arms": arms, "told": {"old": {"sampled": "0.9 ± 0.1"}}}
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
     monkeypatch.setattr(sys, "argv", ["study.py", f"--kept={tmp_path / 'kept.json'}"])
     study.main()
     out = capsys.readouterr().out
-    assert "| untrained | 1 | 0.5 | 0.531 |" in out
-    assert "| GRPO | 2 | 0.5 ± 0 | (0.9 ± 0.1) |" in out
-    assert "GRPO, run 1, pass@16: 1.000 [" in out and "GRPO, run 2, greedy: 0.500 ±" in out
-    assert "GRPO, run 2, sampled" not in out and out.endswith("means of ten steps: 0.25\n")
-
-
-def test_real_controls_are_compared_problem_by_problem():
-    def run(greedy, sampled, curve=()):
-        return {"greedy_answers": greedy, "sampled_answers": sampled, "right_curve": list(curve)}
-
-    untrained = run([[False], [False]], [[True, False], [False, False]])
-    one = run([[True], [False]], [[True, True], [False, False]], [0.25] * 10 + [0.5] * 5)
-    two = run([[True], [True]], [[True, True], [True, False]], [0.1] * 20)
-    lines = list(study.paired({"untrained": [untrained] * 2, "GRPO": [one, two], "GRPO, beta 0": [],
-                               "online imitation": [one], "self-SFT": []}))
-    assert len(lines) == 2 * 4 + 3
+    assert "| untrained | 1 | 0 | 0.25 | 0.5 |" in out
+    assert "| old | 1 | 0.5 | (0.9 ± 0.1) | – |" in out
+    assert "| GRPO | 2 | 0.75 ± 0.35 | 0.625 ± 0.18 | 0.75 ± 0.35 |" in out
+    lines = [line for line in out.splitlines() if line.startswith("- ")]
     assert "run 1, greedy: 0.000" in lines[0] and "→ 0.500 ±" in lines[0]
     assert "1 gained, 0 lost" in lines[0] and "0.250 ±" in lines[1] and "→ 0.500 ±" in lines[1]
-    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[7] and "→ 0.625 ±" in lines[7]
-    assert lines[8].endswith("0.25, 0.50") and lines[9].endswith("0.10, 0.10")
+    assert "GRPO, run 2, pass@2: 0.500 ±" in lines[5] and "→ 1.000" in lines[5]
+    assert "old, run 1, greedy" in lines[9] and "old, run 1, sampled" not in out
+    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[11] and "→ 0.625 ±" in lines[11]
+    assert lines[12].endswith("0.25, 0.50") and lines[13].endswith("not kept")
+
+
+def test_pass_at_k_of_a_problem():
+    run = {"samples": 16, "sampled_right": [16, 1, 0]}
+    assert study.powers(run) == [1, 2, 4, 8, 16]
+    assert [study.found_by(k, run) for k in (1, 8)] == [[1, 1 / 16, 0], [1, 0.5, 0]]
 
 
 def test_one_run_end_to_end_the_others_are_kept(watched, capsys, monkeypatch, tmp_path):

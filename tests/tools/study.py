@@ -278,15 +278,14 @@ def folder_of(output, arm, seed, steps):
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
-def run_one(output, arm, seed, steps, real="", samples=8):
+def run_one(output, arm, seed, steps, real=""):
     """Train, examine, write figures.json last: a run without it is not finished."""
     sys.path.insert(0, str(ROOT))
     import train
     folder = folder_of(output, arm, seed, steps)
     if not arm.trains:
         folder.mkdir(parents=True, exist_ok=True)
-        found = real_exam(train, real, samples=samples) if real else exam(train, train.TINY)
-        return keep(folder, found)
+        return keep(folder, real_exam(train, real) if real else exam(train, train.TINY))
 
     sample_groups = train.sample_groups
     step_metrics = train.step_metrics
@@ -334,7 +333,7 @@ def run_one(output, arm, seed, steps, real="", samples=8):
     train.sample_groups = sample_groups
     train.answers_and_rewards = others.answer                # or the exam would ask others, too
     if real:
-        found |= real_exam(train, real, folder / "final", samples)
+        found |= real_exam(train, real, folder / "final")
         shutil.rmtree(folder / "final")                  # half a GB
     else:
         found |= exam(train, folder / "final")
@@ -457,54 +456,41 @@ def exam(train, final, samples=4):
             "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
 
 
-def real_exam(train, config, model=None, samples=8):
+def real_exam(train, config, model=None, samples=64):
     """Right answers of a model to all held-out problems of a task, greedy and sampled, pass@k."""
     given = ["--model", str(model)] if model else []
     settings = train.parse(["--eval-only", "--eval-limit=0", "--config", config, *given])
     parts = train.load(train.plan_memory(settings))
-    right = {}
+    found = {"samples": samples}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)
-        right[name] = (train.column(rows, "reward") >= 1).view(-1, n).tolist()       # (B, n)
-    return rates(right)
+        right = (train.column(rows, "reward") >= 1).view(-1, n)                      # (B, n)
+        found[f"{name}_right"] = right.sum(dim=1).tolist()                           # of n
+    return rates(found)
 
 
-def rates(right):
-    """{"greedy": (B, 1), "sampled": (B, n)}, whether answers are right -> figures of an exam."""
-    found = {}
-    for name, answers in right.items():
-        found[name] = statistics.fmean(map(statistics.fmean, answers))
-        found[f"{name}_answers"] = answers
-        for k in powers(answers) if name == "sampled" else []:
-            found[f"pass@{k}"] = statistics.fmean(found_by(k, answers))
-    return found
+def rates(run):
+    """A real control's figures, from the numbers of right answers that are kept of each problem."""
+    found = {name: statistics.fmean(shares([run], name))
+             for name in ("greedy", "sampled") if run[f"{name}_right"]}
+    return run | found | {f"pass@{k}": statistics.fmean(found_by(k, run)) for k in powers(run)}
 
 
-def powers(answers):
-    """1, 2, 4 … up to the number of answers to a problem."""
-    return [2 ** n for n in range(len(answers[0]).bit_length())]
+def shares(runs, name):
+    """Of each problem the share of these runs' answers that are right."""
+    n = len(runs) * (runs[0]["samples"] if name == "sampled" else 1)
+    return [sum(counts) / n for counts in zip(*(run[f"{name}_right"] for run in runs))]
 
 
-def found_by(k, answers):
-    """Of each problem the chance that one of k of its n answers is right, as in pass_at_k."""
-    subsets = math.comb(len(answers[0]), k)
-    return [1 - math.comb(of_problem.count(False), k) / subsets for of_problem in answers]
+def powers(run):
+    """1, 2, 4 … up to the number of sampled answers to a problem."""
+    return [2 ** n for n in range((run["samples"] or 0).bit_length())]
 
 
-def packed(run):
-    """What --keep writes of a real control: of each problem the number of right answers."""
-    counts = {name: list(map(sum, run[f"{name}_answers"])) for name in ("greedy", "sampled")}
-    told = {name: run.get(name) for name in ("cpu_seconds", "right_curve")}
-    return counts | {"samples": len(run["sampled_answers"][0])} | told
-
-
-def unpacked(kept):
-    """The figures of what is kept; null is what is not."""
-    found = {name: kept[name] for name in ("cpu_seconds", "right_curve") if kept[name] is not None}
-    counts = {name: kept[name] for name in ("greedy", "sampled") if kept[name] is not None}
-    n = {"greedy": 1, "sampled": kept["samples"]}
-    return found | rates({name: [[True] * c + [False] * (n[name] - c) for c in map(int, numbers)]
-                          for name, numbers in counts.items()})
+def found_by(k, run):
+    """Of each problem the chance that one of k of its answers is right, unbiased as pass_at_k."""
+    n = run["samples"]
+    return [1 - math.comb(n - c, k) / math.comb(n, k) for c in run["sampled_right"]]
 
 
 def digest():
@@ -610,7 +596,8 @@ OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length":
 def cell(runs, name):
     if not runs:
         return "–"
-    mean, spread = summary([run.get(name, math.nan) for run in runs])
+    values = [run.get(name) for run in runs]
+    mean, spread = summary([math.nan if value is None else value for value in values])
     if math.isnan(mean):
         return "–"
     if len(runs) == 1:
@@ -624,16 +611,16 @@ def table(name, results, told=None):
 
     told: {arm: {figure: text}}, in brackets, where the answers behind a figure were not kept.
     """
-    title, more, arms, claims = STUDY[name]
+    title, more, _, claims = STUDY[name]
     columns = {"real": OF_REAL, "controls": OF_CONTROLS, "rates": OF_CONTROLS,
                "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
     columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
     lines = [f"\n### {title}\n", "| | seeds | " + " | ".join(columns.values()) + " |",
              "|" + " --- |" * (len(columns) + 2)]
-    for arm in arms:
-        runs, texts = results[arm.label], (told or {}).get(arm.label, {})
+    for label, runs in results.items():
+        texts = (told or {}).get(label, {})
         cells = [f"({texts[name]})" if name in texts else cell(runs, name) for name in columns]
-        lines.append(f"| {arm.label} | {len(runs)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
     if not claims:
         return "\n".join(lines)
     lines += ["", "| document | what it says | so | seen? |", "| --- | --- | --- | --- |"]
@@ -673,16 +660,13 @@ def each_seed(results):
         yield f"- {label}: greedy {next(both)}; sampled {next(both)}"
 
 
-def shares(runs, name):
-    """Of each problem the share of these runs' answers that are right, as an evaluation's rows."""
-    answers = zip(*(run[f"{name}_answers"] for run in runs))
-    return [{"right": statistics.fmean(sum(of_problem, []))} for of_problem in answers]
-
-
 def paired(results):
     """The real controls problem by problem, and the curves of what a policy drew itself."""
-    sys.path.insert(0, str(ROOT))
     from reward import compared
+
+    def line(before, after):
+        return compared([{"right": x} for x in before], [{"right": x} for x in after], "right")
+
     untrained = results["untrained"][:1]
     pairs = [(f"untrained → {label}, run {n}", untrained, [run])
              for label, runs in results.items() if label != "untrained"
@@ -690,23 +674,19 @@ def paired(results):
     pairs += [(f"online imitation → {label}, all runs", results["online imitation"], results[label])
               for label in ("GRPO", "GRPO, beta 0")]
     for title, before, after in pairs:
-        if before and after:
-            for name in ("greedy", "sampled"):
-                if all(f"{name}_answers" in run for run in before + after):
-                    line = compared(shares(before, name), shares(after, name), "right")
-                    yield f"- {title}, {name}: {line}"
-            both = [run.get("sampled_answers", [[]]) for run in before + after]
-            ks = min(map(powers, both), key=len)
-            for k in ks if len(both) == 2 and ks[-1:] > [8] else []:
-                rows = [[{"right": chance} for chance in found_by(k, answers)] for answers in both]
-                yield f"- {title}, pass@{k}: {compared(*rows, 'right')}"
+        for name in ("greedy", "sampled"):
+            if before and after and all(run[f"{name}_right"] for run in before + after):
+                yield f"- {title}, {name}: {line(shares(before, name), shares(after, name))}"
+        if len(before + after) == 2:
+            for k in min(powers(before[0]), powers(after[0]), key=len)[1:]:
+                compared_at_k = line(found_by(k, before[0]), found_by(k, after[0]))
+                yield f"- {title}, pass@{k}: {compared_at_k}"
     for label, runs in results.items():
-        for run in runs if label in ("GRPO", "GRPO, beta 0", "online imitation") else []:
-            curve = run.get("right_curve", [])
+        for run in runs if label != "untrained" else []:
+            curve = run["right_curve"] or []
             tens = [curve[start:start + 10] for start in range(0, len(curve), 10)]
             means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens)
-            if curve:
-                yield f"- {label}: right answers, means of ten steps: {means}"
+            yield f"- {label}: right answers, means of ten steps: {means or 'not kept'}"
 
 
 def seconds_of(arm, steps):
@@ -720,14 +700,13 @@ def seconds_of(arm, steps):
     return 7 + steps * (0.1 + 0.07 * (int(updates[1]) if updates else 2) + resampling)
 
 
-def start_run(args, job):
+def start_run(output, real, job):
     arm, seed, steps = job
-    folder = folder_of(args.output, arm, seed, steps)
+    folder = folder_of(output, arm, seed, steps)
     shutil.rmtree(folder, ignore_errors=True)
     # One thread each: two runs share two cores.
-    command = [sys.executable, __file__, f"--output={args.output}", f"--real={args.real}",
-               f"--seeds={seed}", f"--steps={steps}", f"--samples={args.samples}",
-               f"--run={json.dumps(vars(arm))}"]
+    command = [sys.executable, __file__, "--output", output, "--seeds", str(seed), "--real", real,
+               "--steps", str(steps), "--run", json.dumps(vars(arm))]
     done = subprocess.run(command, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     trouble = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
@@ -749,9 +728,7 @@ def main():
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
     parser.add_argument("--controls", action="store_true", help="their table")
-    parser.add_argument("--samples", type=int, default=8, help="of each held-out problem, --real")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="of --controls --real: write it")
-    parser.add_argument("--kept", type=Path, metavar="FILE", help="and print what it holds")
+    parser.add_argument("--kept", type=Path, help="a file: prints the real controls kept in it")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
     parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
@@ -760,10 +737,10 @@ def main():
     args = parser.parse_args()
     if args.run:
         arm = Arm(**json.loads(args.run))
-        sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real, args.samples))
+        sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
     if args.kept:
         kept = json.loads(args.kept.read_text())
-        results = {label: list(map(unpacked, runs)) for label, runs in kept["arms"].items()}
+        results = {label: list(map(rates, runs)) for label, runs in kept["arms"].items()}
         print(table("real controls", results, kept["told"]), *paired(results), sep="\n")
         return
     if args.real or args.controls:
@@ -788,7 +765,7 @@ def main():
     for wave in todo:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             try:
-                list(pool.map(functools.partial(start_run, args), wave))
+                list(pool.map(lambda job: start_run(args.output, args.real, job), wave))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)
                 sys.exit(130)
@@ -804,9 +781,6 @@ def main():
         more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(
             name, functools.partial(charts, name))
         print(table(name, results), *more(results), sep="\n", flush=True)
-        if args.keep:
-            arms = {label: list(map(packed, runs)) for label, runs in results.items()}
-            args.keep.write_text(json.dumps({"arms": arms, "told": {}}) + "\n")
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)
