@@ -30,7 +30,6 @@ def test_figures_of_a_run():
     assert found["std_fall"] == pytest.approx(early - late)
     assert found["clip_fraction"] == pytest.approx(0.01 * 10.5) and found["sampler_gap"] == 0.3
     assert math.isnan(found["approx_kl"])                                       # null throughout
-    assert found["length_curve"] == [10.0 + step for step in range(1, 21)]
 
 
 def test_a_run_that_never_reaches_it_is_marked():
@@ -172,7 +171,6 @@ def test_one_run_end_to_end_the_others_are_kept(watched, capsys, monkeypatch, tm
     folder = study.folder_of(tmp_path, arms[2], 0, 2)
     found = json.loads((folder / "figures.json").read_text())["figures"]
     assert found["sampler_gap"] > 0.01                   # sampled at 1.3, scored at 1.0
-    assert len(found["std_curve"]) == 2 and 0 < found["std_curve"][0] < 0.75
     assert 0 < found["sampled"] < 1 and 0 < found["entropy"] < 3 and abs(found["kl"]) < 0.05
     assert metrics_in(folder)[-1]["eval_accuracy"] == found["greedy"]
     for arm in arms[:2] + arms[3:]:

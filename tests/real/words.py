@@ -5,7 +5,7 @@
     python tests/real/words.py --odds  # what the untrained model knew without saying it
     python tests/real/words.py  # the table, from the answers that are kept in words.json
 
-Flags that are not its own go to train.py: --run --seed 1. All is written to --task.
+Flags that are not its own go to train.py: --run --seed 1. All is written to runs/words.
 
 No judging word (lovely, terrible), no stem of one and no judged thing of the 60 held-out reviews
 is trained on. The controls: the truths of the training problems shuffled; and `form` alone.
@@ -22,30 +22,29 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KEPT = HERE / "words.json"
+ROOT = HERE.parents[1]
+LABELS = ("positive", "negative")
 
 # --------------------------------------------------------------------------------------------------
 # The rewards
 
-LABELS = re.compile("positive|negative")
+def labels_in(text):
+    return re.findall("|".join(LABELS), text.lower())
 
 
 def right(completions, answer, **columns):
     """1 where the answer names the true label, anywhere, and not the other one."""
-    return [float(set(LABELS.findall(text.lower())) == {truth})
-            for text, truth in zip(completions, answer)]
+    return [float(set(labels_in(text)) == {truth}) for text, truth in zip(completions, answer)]
 
 
 def form(completions, **columns):
     """1 where the answer is one label and nothing else, which the question asks for."""
-    bare = [text.lower().strip(" .\n") for text in completions]
-    return [float(LABELS.fullmatch(text) is not None) for text in bare]
+    return [float(text.lower().strip(" .\n") in LABELS) for text in completions]
 
 
 def last_label(completions, answer, **columns):
     """1 where the label that is named last is the true one: a lenient reading, never trained on."""
-    return [float(LABELS.findall(text.lower())[-1:] == [truth])
-            for text, truth in zip(completions, answer)]
+    return [float(labels_in(text)[-1:] == [truth]) for text, truth in zip(completions, answer)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def make_problems(part):
     """A review for each word that is held out, four for each of the others."""
     rng = random.Random(part)
     problems = []
-    for label in ("positive", "negative"):
+    for label in LABELS:
         for word in WORDS[part, label].split():
             for review in REVIEWS if part == "train" else [rng.choice(REVIEWS)]:
                 told = review.format(thing=rng.choice(THINGS[part]), word=word)
@@ -133,82 +132,77 @@ def write_task(task, model):
 def train(config, flags):
     """One run of train.py -> what is kept: held-out answers of each evaluation, and seconds."""
     folder = config.with_name(f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    command = [sys.executable, str(HERE.parents[1] / "train.py"), "--config", str(config),
-               "--output", str(folder), *flags]
+    command = [sys.executable, str(ROOT / "train.py"), f"--config={config}", f"--output={folder}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    if subprocess.call(command):
-        raise SystemExit(1)
-    kept = {"cpu_seconds": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)}
-    for line in (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines():
+    if subprocess.call(command + flags):
+        sys.exit(1)
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    kept = {"right": {}, "form": {}, "cpu_seconds": round(seconds)}
+    for line in open(folder / "evaluations.jsonl", encoding="utf-8"):
         row = json.loads(line)
         for name in ("right", "form"):
-            steps = kept.setdefault(name, {})
-            steps[row["step"]] = steps.get(row["step"], "") + str(int(row[f"reward/{name}"]))
+            bits = kept[name].get(row["step"], "")
+            kept[name][row["step"]] = bits + f"{row[f'reward/{name}']:.0f}"
     return kept
 
 
 def table(kept):
     """Markdown, a line for each run: of the held-out answers how many are right, by step."""
     from reward import sign_test
-    yield "| | seed | right, by step | gained, lost, p | of the form | CPU s |"
-    yield "|" + " --- |" * 6
+    yield "| | seed | right, by step | gained, lost, p | in form | CPU s |\n|" + " --- |" * 6
     for arm, runs in kept.items():
         for seed, run in enumerate(runs):
             first, *_, last = run["right"].values()
-            pairs = [*zip(first, last)]
-            gained, lost = pairs.count(("0", "1")), pairs.count(("1", "0"))
+            gained, lost = (list(zip(first, last)).count(tuple(pair)) for pair in ("01", "10"))
             right, form = (" → ".join(str(bits.count("1")) for bits in run[name].values())
                            for name in ("right", "form"))
-            p = sign_test(gained, lost)
-            yield f"| {arm} | {seed} | {right} | {gained}, {lost}, {p:.1g} | {form} | " \
-                  f"{run['cpu_seconds']} |"
+            cells = right, f"{gained}, {lost}, {sign_test(gained, lost):.1g}", form
+            yield f"| {arm} | {seed} | {' | '.join(cells)} | {run['cpu_seconds']} |"
 
 
-def odds(model, task):
-    """How the untrained model's first word orders the held-out reviews, good before bad."""
+def odds(model, problems):
+    """How the odds of the untrained model's first word order the reviews, good before bad."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from reward import load_problems
     from sample import chat_prompt, ids_of
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model)
-    good, bad = (ids_of(tokenizer, word)[0] for word in ("positive", "negative"))
-    found = {"positive": [], "negative": []}
-    for problem in load_problems(str(task / "test.jsonl")):
-        ids = torch.tensor([ids_of(tokenizer, chat_prompt(tokenizer, problem, ""))])
-        logits = policy(ids).logits[0, -1].detach()
+    good, bad = (ids_of(tokenizer, label)[0] for label in LABELS)
+    found = {label: [] for label in LABELS}
+    for problem in problems:
+        ids = torch.tensor([ids_of(tokenizer, chat_prompt(tokenizer, problem, ""))])     # (1, P)
+        logits = policy(ids).logits[0, -1]                                               # (V,)
         found[problem["answer"]].append(float(logits[good] - logits[bad]))
     pairs = [a > b for a in found["positive"] for b in found["negative"]]
-    likelier = sum(x > 0 for x in found["positive"]) + sum(x < 0 for x in found["negative"])
-    return (f"a good review has larger odds than a bad one in {sum(pairs)} of {len(pairs)} pairs; "
-            f"the likelier label is the true one for {likelier} of 60")
+    true = sum(x > 0 for x in found["positive"]) + sum(x < 0 for x in found["negative"])
+    return (f"a good review has the larger odds in {sum(pairs)} of {len(pairs)} pairs; "
+            f"the likelier label is the true one for {true} of {len(problems)}")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true", help="train once")
-    parser.add_argument("--controls", action="store_true", help="nine trainings")
-    parser.add_argument("--odds", action="store_true")
-    parser.add_argument("--task", type=Path, default=HERE.parents[1] / "runs" / "words",
-                        help="a folder; default: %(default)s")
+    parser.add_argument("--controls", action="store_true", help="train nine times")
+    parser.add_argument("--odds", action="store_true", help="of the untrained model")
     args, flags = parser.parse_known_args(argv)
-    sys.path.insert(0, str(HERE.parents[1]))
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    sys.path.insert(0, str(ROOT))
     if args.run or args.controls or args.odds:
         from real_model import CACHE, model_folder
         model = CACHE / "grpo" / "smollm2-135m-instruct"
         model_folder(model)
-        configs = write_task(args.task, model)
+        configs = write_task(ROOT / "runs" / "words", model)
     if args.odds:
-        print(odds(model, args.task))
+        print(odds(model, make_problems("test")))
         return
     if args.run:
         kept = {"this run": [train(configs[0], flags)]}
-    if args.controls:
-        kept = {arm: [train(config, ["--seed", str(seed), *flags]) for seed in range(3)]
+    elif args.controls:
+        kept = {arm: [train(config, [f"--seed={seed}", *flags]) for seed in range(3)]
                 for arm, config in zip(ARMS, configs)}
-        (args.task / KEPT.name).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        configs[0].with_name("words.json").write_text(json.dumps(kept, indent=1) + "\n")
+    else:
+        kept = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
     print(*table(kept), sep="\n")
 
 

@@ -4,6 +4,7 @@
     python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
     python tests/tools/study.py --controls  # what part of GRPO teaches, and what must not teach
     python tests/tools/study.py --controls --real runs/smollm2-sums/config.json --steps 50
+    python tests/tools/study.py --kept tests/real/sums_smollm2.json  # what is kept of these runs
     python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
@@ -22,6 +23,8 @@ with the solutions of train.jsonl. Both take the mean over tokens, as supervised
 the mean over each answer a token of a lucky guess would weigh seven times one of a worked sum).
 `at 0.9` is of the policy's own answers there, too, which are drawn for nothing else: their seconds
 are not counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
+A step of self-SFT has no more right answers than the untrained policy gives. With several passes it
+has half a step's rows of them, out of all that this policy draws in as many steps as the run has.
 
 --real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
 share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
@@ -531,8 +534,6 @@ def figures(metrics):
         "clip_fraction": mean("clip_fraction", steps),
         "sampler_gap": steps[0]["sampler_difference"],
         "reward": mean("reward_mean", late),
-        "std_curve": [line["group_std"] for line in steps],
-        "length_curve": [line["response_length_mean"] for line in steps],
     }
 
 
@@ -577,7 +578,7 @@ def verdict(figure, relation, results):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tables, charts, and the command
+# Tables, and the command
 
 COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at_09": "at 0.9",
            "length": "length", "kl": "KL", "entropy": "entropy", "cpu_seconds": "CPU s"}
@@ -628,29 +629,6 @@ def table(name, results, told=None):
         found = verdict(figure, relation, results)
         lines.append(f"| {document} | {text} | {columns[figure]}: {relation} | {found} |")
     return "\n".join(lines)
-
-
-def chart(title, axis, curves, every=5):
-    """A mermaid chart of means over `every` steps; each curve is a list of runs, averaged."""
-    means = [[statistics.fmean(step) for step in zip(*runs)] for runs in curves]
-    starts = range(0, len(means[0]), every)
-    points = [[statistics.fmean(mean[start:start + every]) for start in starts] for mean in means]
-    top = max(max(line) for line in points)
-    steps = ", ".join(str(min(start + every, len(means[0]))) for start in starts)
-    lines = ["    line [" + ", ".join(f"{p:.3g}" for p in line) + "]" for line in points]
-    return "\n".join(["\n```mermaid", "xychart-beta", f'    title "{title}"',
-                      f'    x-axis "up to step" [{steps}]',
-                      f'    y-axis "{axis}" 0 --> {top * 1.1:.2g}', *lines, "```"])
-
-
-def charts(name, results):
-    if name == "objectives" and results["GRPO"]:
-        yield chart("std of the rewards inside the groups, GRPO", "std",
-                    [[run["std_curve"] for run in results["GRPO"]]])
-    labels = ("GRPO", "Dr. GRPO", "GR3")
-    if name == "length" and all(results[label] for label in labels):
-        yield chart("tokens per answer where longer pays nothing: " + ", ".join(labels), "tokens",
-                    [[run["length_curve"] for run in results[label]] for label in labels])
 
 
 def each_seed(results):
@@ -778,9 +756,9 @@ def main():
             missing += len(args.seeds) - len(runs)
             other_code += sum(run["code"] != digest() for run in runs)
             results[arm.label] = [run["figures"] for run in runs]
-        more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(
-            name, functools.partial(charts, name))
-        print(table(name, results), *more(results), sep="\n", flush=True)
+        more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(name)
+        lines = more(results) if more else []
+        print(table(name, results), *lines, sep="\n", flush=True)
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)
