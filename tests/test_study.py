@@ -141,7 +141,8 @@ def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path)
 
     arms = {"untrained": [run([0, 0], [1, 0])],
             "GRPO": [run([1, 0], [2, 0], [0.25] * 10 + [0.5] * 5), run([1, 1], [2, 1])],
-            "GRPO, beta 0": [], "online imitation": [run([1, 0], [2, 0])], "old": [run([0, 1])]}
+            "GRPO, beta 0": [], "online imitation": [run([1, 0], [2, 0])], "self-SFT": [],
+            "self-SFT, several passes": [], "old": [run([0, 1])]}
     kept = {"arms": arms, "told": {"old": {"sampled": "0.9 ± 0.1"}}}
     (tmp_path / "kept.json").write_text(json.dumps(kept))
     monkeypatch.setattr(sys, "argv", ["study.py", f"--kept={tmp_path / 'kept.json'}"])
@@ -156,7 +157,7 @@ def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path)
     assert "GRPO, run 2, pass@2: 0.500 ±" in lines[5] and "→ 1.000" in lines[5]
     assert "old, run 1, greedy" in lines[9] and "old, run 1, sampled" not in out
     assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[11] and "→ 0.625 ±" in lines[11]
-    assert lines[12].endswith("0.25, 0.50") and lines[13].endswith("not kept")
+    assert lines[12].endswith("steps: 0.25, 0.50") and len(lines) == 13
 
 
 def test_pass_at_k_of_a_problem():

@@ -517,6 +517,7 @@ def figures(metrics):
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
         "held_out": mean("eval_reward", metrics[-1:]),
+        "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
         "right": mean("reward/right", late),             # of real_reward.py, like the next
         "right_curve": [line.get("reward/right") for line in steps],
         "ended": mean("reward/ended", late),
@@ -601,10 +602,11 @@ def cell(runs, name):
     mean, spread = summary([math.nan if value is None else value for value in values])
     if math.isnan(mean):
         return "–"
+    digits = ".3g" if mean < 1000 else ",.0f"
     if len(runs) == 1:
-        return f"{mean:.3g}"
+        return f"{mean:{digits}}"
     late = "≥ " if name == "at_09" and any(run["never"] for run in runs) else ""
-    return f"{late}{mean:.3g} ± {spread:.2g}"
+    return f"{late}{mean:{digits}} ± {spread:.2g}"
 
 
 def table(name, results, told=None):
@@ -640,6 +642,7 @@ def each_seed(results):
 
 def paired(results):
     """The real controls problem by problem, and the curves of what a policy drew itself."""
+    sys.path.insert(0, str(ROOT))
     from reward import compared
 
     def line(before, after):
@@ -649,8 +652,9 @@ def paired(results):
     pairs = [(f"untrained → {label}, run {n}", untrained, [run])
              for label, runs in results.items() if label != "untrained"
              for n, run in enumerate(runs, 1)]
-    pairs += [(f"online imitation → {label}, all runs", results["online imitation"], results[label])
-              for label in ("GRPO", "GRPO, beta 0")]
+    pairs += [(f"{one} → {other}, all runs", results[one], results[other])
+              for one, other in [("online imitation", "GRPO"), ("online imitation", "GRPO, beta 0"),
+                                 ("self-SFT", "self-SFT, several passes")]]
     for title, before, after in pairs:
         for name in ("greedy", "sampled"):
             if before and after and all(run[f"{name}_right"] for run in before + after):
@@ -660,11 +664,17 @@ def paired(results):
                 compared_at_k = line(found_by(k, before[0]), found_by(k, after[0]))
                 yield f"- {title}, pass@{k}: {compared_at_k}"
     for label, runs in results.items():
-        for run in runs if label != "untrained" else []:
-            curve = run["right_curve"] or []
-            tens = [curve[start:start + 10] for start in range(0, len(curve), 10)]
-            means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens)
-            yield f"- {label}: right answers, means of ten steps: {means or 'not kept'}"
+        for run in runs:
+            curve, held_out = (run.get(name) or [] for name in ("right_curve", "held_out_curve"))
+            tens = [statistics.fmean(curve[n:n + 10]) for n in range(0, len(curve), 10)]
+            if tens and "SFT" not in label:
+                yield f"- {label}: right answers, means of ten steps: {in_words(tens)}"
+            if len(held_out) > 2:
+                yield f"- {label}: held-out reward of each evaluation: {in_words(held_out)}"
+
+
+def in_words(numbers):
+    return ", ".join(f"{number:.2f}" for number in numbers)
 
 
 def seconds_of(arm, steps):
