@@ -117,7 +117,7 @@ def test_count_of_what_is_kept_is_not_below_what_autograd_saves(monkeypatch, tmp
     ((), 61.8), (("--gradient-checkpointing",), 36.0),
     (("--gradient-checkpointing", "--offload"), 17.5), (("--lora-rank=16",), 32.2)])
 def test_the_count_is_not_below_what_a_card_has_measured(machine, big, flags, measured):
-    """Qwen2.5-1.5B on an H200: the peak in GB, tests/RESULTS.md."""
+    """Qwen2.5-1.5B on an H200: the peak in GB, tests/MACHINES.md."""
     machine("cuda", 130)
     _, rows, _ = next(train.counted_ways(train.parse([big, *flags])))
     assert 0.98 * measured < rows["in all"] / 1e9 < 1.15 * measured
