@@ -29,15 +29,19 @@ def rows_of(policy):
 
 
 def print_row(title, rows, before=None):
-    """A row of the table; `before`: the policy with which it is compared, problem by problem."""
+    """A row of the table; `before`: the policy with which it is compared, problem by problem.
+
+    The coin gets no p: over the problems it would say nothing of other coins.
+    """
     right = column(rows, "right")
     cells = [with_error(right), "", ""]
     if before:
         change = right - column(before, "right")
         gained, lost = int((change > 0).sum()), int((change < 0).sum())
-        p = sign_test(gained, lost)
-        shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-        cells[1:] = [with_error(change), f"{gained}, {lost}, {shown}"]
+        cells[1:] = [with_error(change), f"{gained}, {lost}"]
+        if title.startswith("seed"):
+            p = sign_test(gained, lost)
+            cells[2] += ", < 0.001" if p < 0.001 else f", {p:.3f}"
     for name in ("boxed", "cut", "right of boxed and uncut"):
         cells.append(f"{column(rows, name).nanmean():.3f}")
     print(f"| {title} | {' | '.join(cells)} | {column(rows, 'tokens').mean():.0f} |")
@@ -53,11 +57,17 @@ def main():
     for name, rows in policies.items():
         print_row(name, rows, untrained)
     seeds = torch.stack([column(rows, "right") for name, rows in policies.items()
-                         if name.startswith("seed")])                        # (seeds, problems)
+                         if name.startswith("seed")])                        # (3, problems)
     gains = seeds - column(untrained, "right")
-    print(f"\nmean of the {len(seeds)} seeds: {with_error(seeds.mean(dim=0))}, "
+    std = gains.mean(dim=1).std()
+    t = float(gains.mean() / (std / 3**0.5))
+    p = 1 - abs(t) / (2 + t * t)**0.5                # Student's, two-sided, 2 degrees of freedom
+    print(f"\nmean of the 3 seeds: {with_error(seeds.mean(dim=0))}, "
           f"difference {with_error(gains.mean(dim=0))}; std of the seeds' own differences "
-          f"{gains.mean(dim=1).std():.3f}\n")
+          f"{std:.3f}, t = {t:.1f}, p = {p:.2f}")
+    formed = ~column(untrained, "right of boxed and uncut").isnan()           # (problems,)
+    print("net gains, and where the untrained answer was boxed and uncut:",
+          "; ".join(f"{gain.sum():.0f}, {gain[formed].sum():.0f}" for gain in gains), "\n")
     for name, steps in kept["steps"].items():
         right, kl = steps["accuracy"], steps["approx_kl"]
         seconds = sum(steps["seconds"])

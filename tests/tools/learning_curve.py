@@ -1,4 +1,6 @@
-"""The README's figures of the default run: `python tests/tools/learning_curve.py` trains seeds 0-4.
+"""Figures of the default run, seeds 0 to 4, for README's and RESULTS' texts.
+
+    python tests/tools/learning_curve.py
 
 Greedy accuracy on all held-out problems before and after; accuracy and the share of worked answers
 (with an equation in them) among answers sampled at temperature 1; seconds of the whole command.

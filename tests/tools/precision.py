@@ -1,4 +1,4 @@
-"""What arrives of a step in bfloat16 and float16: the README's two tables, on a real model.
+"""What arrives of a step in bfloat16 and float16: two tables, on a real model.
 
     python tests/real/real_model.py                  # makes the model and its problems, once
     python tests/tools/precision.py                   # three trainings, then the tables

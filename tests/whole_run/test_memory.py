@@ -45,7 +45,7 @@ def terms_of(capsys, *flags, status=0):
     ((), 61.8), (("--gradient-checkpointing",), 36.0),
     (("--gradient-checkpointing", "--offload"), 17.5)])
 def test_the_rule_finds_what_a_card_has_measured(capsys, machine, big, flags, measured):
-    """Qwen2.5-1.5B on an H200: the peak in GB, tests/RESULTS.md."""
+    """Qwen2.5-1.5B on an H200: the peak in GB, tests/MACHINES.md."""
     machine("cuda", 130)
     terms, last = terms_of(capsys, big, "--dry-run", *flags)
     assert 0.98 * measured < terms["in all"] < 1.08 * measured
