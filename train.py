@@ -872,7 +872,6 @@ def evaluate_if_due(run, parts, s):
 def load(s):
     """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
-    check_values(s)
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -1320,6 +1319,7 @@ ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --off
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
+    check_values(s)
     s, model = settings_of_device(s)
     print0(f"loading   {s.model} in {s.dtype} on {s.device}")
     # A CPU's memory is not counted, and an evaluation has no step.

@@ -146,7 +146,7 @@ def test_a_system_prompt_has_no_control_character(capsys, tmp_path, prompt):
         line = refused_before_a_folder_is_made(capsys, tmp_path, flag)
         assert "--system-prompt: in JSON " in line and "two backslashes" in line
     for fine in (prompt, "Answer:\n\tnot 5\nin a box"):
-        train.load(train.plan_memory(train.parse([f"--system-prompt={fine}"])))
+        train.plan_memory(train.parse([f"--system-prompt={fine}"]))
 
 
 # --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
