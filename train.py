@@ -1929,12 +1929,8 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = SCORES.get(metric, metric.removeprefix("eval_"))
-    fell = gain_of(name, first, last) < 0 < gain_of("reward", first, last)
-    return compared(first, last, name) + "; it fell while the sum rose" * fell
-
-
-def gain_of(name, first, last):
-    return (column(last, name) - column(first, name)).nanmean()
+    part, total = ((column(last, x) - column(first, x)).nanmean() for x in (name, "reward"))
+    return compared(first, last, name) + "; it fell while the sum rose" * bool(part < 0 < total)
 
 
 def small_curve(points):
@@ -1969,7 +1965,7 @@ def row_of(rollout, n):
 
 def reward_names(rows):
     """Of the rows of an evaluation: "reward", and where it is a sum each "reward/NAME"."""
-    names = [name for name in rows[0] if name.startswith("reward")]
+    names = [name for row in rows[:1] for name in row if name.startswith("reward")]
     return names if len(names) > 2 else names[:1]
 
 
