@@ -45,12 +45,12 @@ STAGES = [  # title, functions, which of their calls are shown, what to look at
      "Look at the first loss: it is 0, because the advantages sum to 0, but its gradient is not."),
 ]
 STYLE = """
-body { max-width: 78rem } table { border-spacing: 0 } .formula { color: rgb(var(--up)) }
-.lines { width: calc(100% + 2rem); margin: .4rem -1rem 1rem; table-layout: fixed }
-.lines td { font: 12.5px/1.5 monospace; vertical-align: top; padding: .1rem .8rem }
-.lines pre { font: inherit } .lines p { margin: 0 } .line { width: 1.6rem; opacity: .5 }
-.values { width: 30rem; background: rgb(var(--up) / .06) } th { opacity: .6; text-align: left }
-.values div { display: flex; flex-wrap: wrap; gap: 0 1rem }
+body { max-width: 78rem } section { overflow: auto } table { border-spacing: 0 }
+.lines { width: calc(100% + 2rem); min-width: 57rem; margin: .4rem -1rem 1rem; table-layout: fixed }
+.lines td { font: 12px/1.5 monospace; vertical-align: top; padding: .1rem .6rem }
+.lines :is(p, pre) { margin: 0; font: inherit } .formula { color: rgb(var(--up)) }
+.line { width: 1.6rem; opacity: .5 } .values { width: 29.5rem; background: rgb(var(--up) / .06) }
+.values div { display: flex; flex-wrap: wrap; gap: 0 1rem } th { opacity: .6; text-align: left }
 .values :is(td, th) { font: 11px/1.5 monospace; padding: 0 .15rem; min-width: 1rem }
 .values :is(td, th ~ th) { text-align: right; min-width: 2.9rem }
 .clip { outline: 1.5px solid rgb(var(--down)); outline-offset: -1px; border-radius: 3px }
@@ -192,7 +192,7 @@ class Shown:
         self.tokenizer, self.V, self.rollout = tokenizer, V, None
 
     def words_of(self, ids):
-        return [word.strip() or repr(word)[1:-1] for word in sample.words_of(self.tokenizer, ids)]
+        return [word.strip() or repr(word) for word in sample.words_of(self.tokenizer, ids)]
 
     def all_of(self, values, variables):
         self.variables = variables
