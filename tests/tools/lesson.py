@@ -82,8 +82,7 @@ answers in [B], and the two updates from [D] to [G].</p>{group}"""
     for title, functions, which, look in STAGES:
         formula = page.escape(sys.modules[functions[0].__module__].__doc__.split("\n\n")[1])
         html += f'<h2>{title}</h2><section><pre class="formula">{formula}</pre><p>{look}</p>'
-        for function in functions:
-            html += table_of(function, calls[unwrap(function).__code__][which])
+        html += "".join(table_of(f, calls[unwrap(f).__code__][which]) for f in functions)
         html += "</section>"
     return page.document("One step of GRPO", html, STYLE)
 
@@ -206,6 +205,8 @@ class Shown:
             case torch.Tensor():
                 tables = self.tables_of(value) if value.is_floating_point() else ()
                 return str(tuple(value.shape)), tuple(tables)
+            case sample.Rollout():
+                return self.of(value.input_ids)
             case tuple((ids, logprobs)):
                 return self.of(ids)[0], self.of(ids)[1] + self.of(logprobs)[1]
             case [int() | float(), *_]:                      # ids, or their log-probs
@@ -225,9 +226,8 @@ class Shown:
         if tensor.ndim == 3:                                 # (N, S or S-1, V or 1)
             index = self.rollout.input_ids[:, 1:, None].clamp(max=tensor.shape[2] - 1)
             tensor = tensor[:, :index.shape[1]].gather(2, index)[:, :, 0]
-        clipped = torch.zeros_like(tensor, dtype=torch.bool)
-        if tensor is self.variables.get("J"):
-            clipped = tensor < self.variables["w"] * self.variables["A"]
+        J, w, A = map(self.variables.get, "JwA")             # None outside of plain_loss
+        clipped = tensor < w * A if tensor is J else torch.zeros(tensor.shape, dtype=torch.bool)
         answers = zip("₁₂₃₄", self.rollout.answer_ids, self.rollout.mask, tensor, clipped)
         return [table(f"y{n}", self.words_of(ids[:WIDTH]), row[own].tolist(), frames[own].tolist())
                 for n, ids, own, row, frames in answers]
