@@ -153,6 +153,7 @@ def test_another_model_and_ones_own_question(tmp_path, capsys):
     assert set(numbers(beside(page, "plain_loss", "w ="))) == {1}
     page = lesson.page_of(*ask)                           # the tiny policy knows none of it
     assert "<script" not in page and "w7 &lt;script" in page and "&lt;/td&gt;" in page
+    assert "<|" not in page and "&lt;|end|&gt;" in page
 
 
 @pytest.mark.parametrize("flags", [["--model=nowhere"], ["--output=no/such/folder"]])

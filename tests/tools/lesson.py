@@ -45,12 +45,12 @@ STAGES = [  # title, functions, which of their calls are shown, what to look at
      "Look at the first loss: it is 0, because the advantages sum to 0, but its gradient is not."),
 ]
 STYLE = """
-body { max-width: 78rem } table { border-spacing: 0 } .formula { color: rgb(var(--up)) }
-.lines { width: calc(100% + 2rem); margin: .4rem -1rem 1rem; table-layout: fixed }
-.lines td { font: 12.5px/1.5 monospace; vertical-align: top; padding: .1rem .8rem }
-.lines pre { font: inherit } .lines p { margin: 0 } .line { width: 1.6rem; opacity: .5 }
-.values { width: 30rem; background: rgb(var(--up) / .06) } th { opacity: .6; text-align: left }
-.values div { display: flex; flex-wrap: wrap; gap: 0 1rem }
+body { max-width: 78rem } section { overflow: auto } table { border-spacing: 0 }
+.lines { width: calc(100% + 2rem); min-width: 57rem; margin: .4rem -1rem 1rem; table-layout: fixed }
+.lines td { font: 12px/1.5 monospace; vertical-align: top; padding: .1rem .6rem }
+.lines :is(p, pre) { margin: 0; font: inherit } .formula { color: rgb(var(--up)) }
+.line { width: 1.6rem; opacity: .5 } .values { width: 29.5rem; background: rgb(var(--up) / .06) }
+.values div { display: flex; flex-wrap: wrap; gap: 0 1rem } th { opacity: .6; text-align: left }
 .values :is(td, th) { font: 11px/1.5 monospace; padding: 0 .15rem; min-width: 1rem }
 .values :is(td, th ~ th) { text-align: right; min-width: 2.9rem }
 .clip { outline: 1.5px solid rgb(var(--down)); outline-offset: -1px; border-radius: 3px }
@@ -82,8 +82,7 @@ answers in [B], and the two updates from [D] to [G].</p>{group}"""
     for title, functions, which, look in STAGES:
         formula = page.escape(sys.modules[functions[0].__module__].__doc__.split("\n\n")[1])
         html += f'<h2>{title}</h2><section><pre class="formula">{formula}</pre><p>{look}</p>'
-        for function in functions:
-            html += table_of(function, calls[unwrap(function).__code__][which])
+        html += "".join(table_of(f, calls[unwrap(f).__code__][which]) for f in functions)
         html += "</section>"
     return page.document("One step of GRPO", html, STYLE)
 
@@ -192,7 +191,7 @@ class Shown:
         self.tokenizer, self.V, self.rollout = tokenizer, V, None
 
     def words_of(self, ids):
-        return [word.strip() or repr(word)[1:-1] for word in sample.words_of(self.tokenizer, ids)]
+        return [word.strip() or repr(word) for word in sample.words_of(self.tokenizer, ids)]
 
     def all_of(self, values, variables):
         self.variables = variables
@@ -206,6 +205,8 @@ class Shown:
             case torch.Tensor():
                 tables = self.tables_of(value) if value.is_floating_point() else ()
                 return str(tuple(value.shape)), tuple(tables)
+            case sample.Rollout():
+                return self.of(value.input_ids)
             case tuple((ids, logprobs)):
                 return self.of(ids)[0], self.of(ids)[1] + self.of(logprobs)[1]
             case [int() | float(), *_]:                      # ids, or their log-probs
@@ -225,9 +226,8 @@ class Shown:
         if tensor.ndim == 3:                                 # (N, S or S-1, V or 1)
             index = self.rollout.input_ids[:, 1:, None].clamp(max=tensor.shape[2] - 1)
             tensor = tensor[:, :index.shape[1]].gather(2, index)[:, :, 0]
-        clipped = torch.zeros_like(tensor, dtype=torch.bool)
-        if tensor is self.variables.get("J"):
-            clipped = tensor < self.variables["w"] * self.variables["A"]
+        J, w, A = map(self.variables.get, "JwA")             # None outside of plain_loss
+        clipped = tensor < w * A if tensor is J else torch.zeros(tensor.shape, dtype=torch.bool)
         answers = zip("₁₂₃₄", self.rollout.answer_ids, self.rollout.mask, tensor, clipped)
         return [table(f"y{n}", self.words_of(ids[:WIDTH]), row[own].tolist(), frames[own].tolist())
                 for n, ids, own, row, frames in answers]
