@@ -260,7 +260,7 @@ TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-place = os.path.expanduser  # of ~, which a shell leaves in --output=~/runs
+place = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
 
 
 def file(text):
@@ -277,7 +277,7 @@ def number(kind, low, high=2**31 - 1):
     def read(text):
         with suppress(ValueError):
             value = kind(text)
-            if low <= value <= high:  # false for NaN
+            if low <= value <= high:  # this is false for NaN
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
     return read
@@ -391,7 +391,7 @@ class Settings:
 
 FIELDS = vars(Settings())  # {name: default}
 THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
-# What the definitions do not know
+# The flags that the plain definitions do not know
 VARIANTS = """
     reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
     kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
@@ -470,7 +470,7 @@ def parse(words):
         del flags["resume"]
         if os.path.exists(f"{flags['output']}/config.json"):
             flags["resume"] = flags.pop("output")
-            flags.pop("config", None)  # the run has kept what it says
+            flags.pop("config", None)  # the run's config.json says the same
     source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
     if flags.get("eval_only") and not source:
         source = config_of(flags.get("model"))  # a run's policy is asked as in its run
@@ -513,7 +513,7 @@ def read_config(file):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, bool):
                     words.append(flag_of(name if item else f"no_{name}"))
-                elif item is not None:  # which is the default
+                elif item is not None:  # None is the default
                     text = item if isinstance(item, str) else json.dumps(item)
                     words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
@@ -527,10 +527,10 @@ def scored_groups(parts, batch, s):
     """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    first_draw = replace(rollout)  # a copy
+    first_draw = replace(rollout)  # a copy, for the metrics
     if s.max_resample:
         rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
-        seconds.update(more)  # adds
+        seconds.update(more)  # Counter.update adds
     for draw in (first_draw, rollout):
         reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
                                 s.overlong_buffer)
@@ -547,7 +547,7 @@ def without_flat_groups(policy, parts, batch, rollout, s):
     DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
     """
     G = s.group_size
-    asked = 0  # other problems of this step
+    asked = 0  # so many other problems were asked in this step
     metrics = Counter(resampled_groups=0)
     for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
@@ -559,7 +559,7 @@ def without_flat_groups(policy, parts, batch, rollout, s):
         others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
         asked += n
         drawn, seconds = answers_and_rewards(policy, parts, others, s)
-        metrics.update(seconds)  # adds
+        metrics.update(seconds)  # Counter.update adds
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
@@ -754,7 +754,8 @@ def batch_of_step(parts, step, s, resampled=None):
         key = (s.seed, "resample", step)
         others = reward.shuffled(problems, seeded(*key))
         others = [problem for problem in others if problem not in order]
-        # None comes again before all others have. Twice, for a rank may have a group more to draw.
+        # No problem comes again before all others have come. There are twice as many as needed,
+        # because one rank may have to draw a group more than another.
         order = (others + order) * (2 * s.max_resample)
         mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
@@ -988,13 +989,13 @@ def settings_of_device(s):
     device, dtype = choose_device(s)
     with blame(f"--model {s.model}:"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
-    half = length_limit(model.config) / 2  # of the positions: the other one is the question's
+    half = length_limit(model.config) / 2  # half of the positions are for the question
     s = replace(s, device=str(device), dtype=dtype,
                 max_new_tokens=s.max_new_tokens or int(min(512, half)),
-                # The last digit of sums depends on their number.
+                # The last digit of a sum depends on the number of threads.
                 threads=s.threads or torch.get_num_threads())
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # which is fastest with what fits its cache
+    if device.type == "cpu":  # a CPU is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
     # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
@@ -1017,7 +1018,7 @@ def load_policy(s, name="--model"):
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = []  # which an evaluation of held-out problems does not need
+    problems = []  # an evaluation of held-out problems needs none
     if not (s.eval_only and held_out):
         problems = checked_problems("--data", s.data, tokenizer, s)
     if held_out:
@@ -1048,7 +1049,7 @@ def checked_problems(name, source, tokenizer, s):
     T = s.answer_tokens
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
-    unknown = []  # of each prompt how many words the tokenizer does not know
+    unknown = []  # how many words of each prompt the tokenizer does not know
     marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
@@ -1123,7 +1124,7 @@ def dither(weight, seed, i, device=None):
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = weight.to(device or weight.device, dtype, copy=True)
-    # Neighbours are so many float32 numbers apart: 2^16; 1 for float32.
+    # So many float32 numbers lie between neighbours: 2^16 in bfloat16, 1 in float32.
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps / torch.finfo(torch.float32).eps)
     if unit > 1:
@@ -1132,7 +1133,7 @@ def dither(weight, seed, i, device=None):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays 0
     return master
 
 
@@ -1147,7 +1148,8 @@ class RoundedAdamW(torch.optim.AdamW):
     def round(self):
         """Round each weight to the nearest number."""
         for weight, exact in zip(self.weights, self.exact_weights()):
-            # From pinned memory, if with --offload; step() waits for gradients.
+            # With --offload the masters are in pinned memory, and this copy runs by itself. They
+            # change next in step(), which first waits for gradients.
             weight.copy_(exact, non_blocking=True)
 
 
@@ -1414,7 +1416,7 @@ def leave_ranks(status):
 
 def end_rank(fault):
     """Print this rank's fault, and end without waiting for others."""
-    if "gloo/transport" in fault:  # it has one of its own, or was killed
+    if "gloo/transport" in fault:  # the other rank tells its own fault, or was killed
         fault = "lost its connection to another rank"
     print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
     os._exit(2)  # sys.exit() would wait for collectives
@@ -1532,19 +1534,19 @@ if hasattr(os, "register_at_fork"):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    # In a checkpoint; what the logs hold is read from them
+    # These are in a checkpoint. What the logs hold is read from them.
     SAVED = "step pairs command origin".split()
 
-    step = 0  # the last one that is done
-    saved_step = None  # that of the checkpoint
+    step = 0  # the last step that is done
+    saved_step = None  # the step of the checkpoint
     is_mid_step = False  # a weight has moved since then
-    command = ""  # the one that began the run; none if Python did
+    command = ""  # what began the run; empty if Python did
     origin = None  # what it began with, see origin_of
     resume_command = ""  # set once there is something to resume
     name = ""
     folder = None  # of rank 0, see claim_folder()
     signal = 0
-    answer = ""  # the last of the step
+    answer = ""  # the last answer of the last step
 
     def __init__(self):
         self.history = []  # the lines of metrics.jsonl: those of steps,
@@ -1553,8 +1555,8 @@ class Run:
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
-        model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
-        begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # a second has several
+        model = Path(re.sub("/(final|best)$", "", s.model))  # RUN/final is named after RUN
+        begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # two in one second
         name = s.output or f"runs/{model.name}-{begun}"
         self.folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
@@ -1591,7 +1593,7 @@ class Run:
     def stopped(self):
         """The signal to any rank, which stops all of them; 0 if there was none."""
         number = max(from_all_ranks(self.signal))
-        if number:  # else one may have come meanwhile, which counts the next time
+        if number:  # a signal that comes just now counts the next time
             self.signal = number
         return number
 
@@ -1671,7 +1673,7 @@ class Run:
         new = self.folder / f"{name}.new"
         shutil.rmtree(new, ignore_errors=True)  # a kill may have left half a folder
         yield new
-        if new.is_dir():  # no folder that has files can be replaced
+        if new.is_dir():  # os.replace cannot replace a folder that has files
             shutil.rmtree(self.folder / name, ignore_errors=True)
         else:
             with open(new, "rb+") as file:
@@ -1697,7 +1699,7 @@ def on_host(run, tensors):
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens, and that knows its step."""
     weights = model.state_dict()
-    for tied in model.all_tied_weights_keys:  # say the head, if it is the embedding: written once
+    for tied in model.all_tied_weights_keys:  # a head that is the embedding is written once
         weights.pop(tied, None)
     whole = on_host(run, weights)
     if run.folder:
@@ -1714,7 +1716,7 @@ def keep_best(run, parts, s):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.folder:  # after a kill: it is of a step that the log has no more
+    elif run.folder:  # after a kill best/ may be of a step that the log has lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
@@ -1772,13 +1774,13 @@ def save_checkpoint(run, parts, s):
 def load_checkpoint(run, parts, s):
     """Restore what the checkpoint holds."""
     path = Path(run.name, CHECKPOINT)
-    command = run.command  # of today
+    command = run.command  # today's
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
-        # A name in one of the two alone: a resumed run would lose it, or lacks it.
+        # A name that only one of the two has would be lost, or is lacking.
         if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         vars(run).update(counters)
@@ -1793,7 +1795,7 @@ def load_checkpoint(run, parts, s):
     if parts.reward_model:
         parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
-        parts.optimizer.round()  # the weights are still those of the start
+        parts.optimizer.round()  # the model still has the weights of the start
     run.saved_step = run.step
 
 
@@ -1818,7 +1820,7 @@ def cut_logs(run):
         lines = path.read_text().splitlines(keepends=True)
         lines = [line for line in lines if line.endswith("\n")]
         keys = [(row["step"], row.get("eval_id")) for row in map(json.loads, lines)]
-        if name == "metrics.jsonl":  # the first
+        if name == "metrics.jsonl":  # it is the first of LOGS
             logged = {key for key in keys if key[0] <= run.step}
         with run.replacing(name) as new:
             new.write_text("".join(line for line, key in zip(lines, keys) if key in logged))
@@ -1846,7 +1848,7 @@ gradient_coefficient   mean gradient coefficient
 grad_norm              gradient norm
 truncated_fraction     answers cut at the limit
 clip_fraction          clipped tokens""".splitlines())
-SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
+SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # their names in row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
 clip_fraction_high ratio_mean sampler_difference eval_id""".split()
@@ -1864,7 +1866,7 @@ def curves_of(run, n=0):
     curves = []
     for metric in dict.fromkeys(names):
         points = run.curve(metric, n)
-        # Beside a score, what is 0 throughout says nothing.
+        # A curve that is 0 throughout says nothing beside a score.
         is_shown = not curves or metric in rewards or any(value for _, value in points)
         if points and is_shown and metric not in NOT_SHOWN:
             width = len(points)
@@ -1998,7 +2000,7 @@ def with_error(values, group_size=1):
     problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
     """
     mean, error, B = mean_and_error(values, group_size)
-    if not error < 1e-9:  # NaN of a single problem
+    if not error < 1e-9:  # the error of a single problem is NaN
         return f"{mean:.3f} ± {error:.3f}"
     if mean not in (0, 1):
         return f"{mean:.3f}, all equal"
@@ -2042,7 +2044,7 @@ def symptoms(history, answer=""):
     n = len(history)
     rewards = column(history, "reward_mean")
     rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
-    rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): of ten steps, or those so far
+    rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): means of ten steps
     best, now = rewards.max(), rewards[-1]
     spread = column(history, "reward_std").nan_to_num().max()
     # All rewards were equal from the first step on, and moved nothing.
@@ -2065,7 +2067,7 @@ def symptoms(history, answer=""):
 
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
-    if s.against:  # is there such a model? Before the first one has answered
+    if s.against:  # a model that is not there is told before the first one answers
         with blame(f"--against {s.against}:"):
             sample.checked_config(s.against)
     _, greedy = evaluate(parts, s)
@@ -2083,7 +2085,7 @@ def print_figures(parts, s):
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
     names = [*reward_names(greedy), "tokens", "cut"]
     by_rule = (column(greedy + rows, "boxed") > 0).any()
-    if by_rule:  # else its lines would say nothing
+    if by_rule:  # else these lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
     for name in names:
         left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
@@ -2237,7 +2239,7 @@ def train(parts, s, run):
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
-    if s.renew_reference and parts.reward_model:  # training has changed it
+    if s.renew_reference and parts.reward_model:  # it has been trained further
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     on_rank_0(print_story, run)
     return 0
@@ -2260,7 +2262,7 @@ def begin(run, parts, s):
             print0(f"not as when the run began: {', '.join(changed)}")
     else:
         save_checkpoint(run, parts, s)
-    if run.folder:  # last: where there are settings, there is a checkpoint
+    if run.folder:  # this comes last: where there are settings, there is a checkpoint
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(settings, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
@@ -2299,7 +2301,7 @@ def survive_closing(stream):
 
     write = stream.write
     stream.write = write_now
-    stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
+    stream.reconfigure(errors="replace")  # a terminal may lack some signs
 
 
 def print0(line, file=None):
@@ -2313,14 +2315,14 @@ def command(program, *flags):
     """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
-    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
+    if world() > 1 and program == "train.py":  # on several machines --nnodes is lacking
         start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's has not, and may be none
+        if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
-    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
+    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # they stand above the bars
     sys.exit(main())
