@@ -2324,5 +2324,5 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
-    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # they stand above the bars
+    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())
