@@ -638,8 +638,7 @@ def rollout_logprobs(model, rollout, s, measure=True):
 
 def micro_batches(model, rollout, s):
     """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
-    cuts = cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            has_long_rows(model))
+    cuts = cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens, has_long_rows(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
