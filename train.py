@@ -2038,7 +2038,7 @@ def symptoms(history, answer=""):
     def mean_of_all(name):
         return float(column(history, name).mean())
 
-    if history[-1]["reward_mean"] is None:
+    if history[-1].get("reward_mean", 0) is None:
         return "the reward was None (does not apply) for all answers: nothing can be learned"
     n = len(history)
     rewards = column(history, "reward_mean")
