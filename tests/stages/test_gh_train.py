@@ -328,8 +328,8 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     assert len(others) == 8 and not others & {*drawn[0][0]}
     assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
     assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
-    monkeypatch.setenv("WORLD_SIZE", "3")                 # of 4 groups each rank has at most 2
-    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(train, "WORLD_SIZE", "3")         # of 4 groups each rank has at most 2
+    monkeypatch.setattr(train, "RANK", "2")
     assert len(batch(4, 1, range(6))[0]) == 6
 
 
