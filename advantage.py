@@ -11,6 +11,7 @@ Common mistakes that this avoids:
 - Dividing by G-1: torch.std does so by default, the formula's std divides by G.
 - Finding equal rewards by `std < 1e-8`. They must give exactly 0, but in float32 seven rewards of
   0.7 have a computed std of 6e-8, and each of these answers would get an advantage of 0.86.
+- Taking None for 0: where siblings earned -1, an answer without a reward would be the best one.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
@@ -29,19 +30,19 @@ def plain_advantages(rewards, group_size, eps=1e-8):
 
 
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False):
-    """The same with options; 0 in a flat group, whose rewards are all equal: (N,) -> (N,).
+    """The same with options: (N,) -> (N,) float32; 0 in a flat group, whose rewards are all equal.
 
-    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
-    Integers and half precision become float32. ValueError: see `check`.
+    A reward of NaN does not apply: it has an advantage of NaN, and its siblings are compared as if
+    it were not there. `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783).
+    `unbiased=True` divides by one less than there are rewards. ValueError: see `check`.
     """
-    check(rewards, group_size)
-    precise = torch.promote_types(rewards.dtype, torch.float32)
-    r = rewards.to(precise).view(-1, group_size)                             # (B, G)
-    A = r - r.mean(dim=1, keepdim=True)
+    A = centred(rewards, group_size)                                         # (B, G) float64
+    std = std_of(A)                                                          # (B, 1)
+    if unbiased:
+        std = std * bessel(A).sqrt()
+    A = A.float()
     if scale_by_std:
-        std = r.std(dim=1, keepdim=True, correction=unbiased)                # (B, 1)
-        A = A / (std + eps)
-    A[is_flat(rewards, group_size)] = 0.0
+        A = A / (std.float() + eps)
     return A.flatten()
 
 
@@ -52,24 +53,41 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H stays finite
 
 
+def centred(rewards, group_size):
+    """Rewards (N,) -> what each is above the mean of its group, (B, G) float64; NaN of NaN."""
+    check(rewards, group_size)
+    r = rewards.double().view(-1, group_size)                                # (B, G)
+    A = r - r.nanmean(dim=1, keepdim=True)
+    # A difference that is nothing beside the reward is rounding: 0.1 + 0.2 is not 0.3.
+    return A.where(A.abs() > 1e-12 * r.abs(), A * 0)
+
+
+def std_of(A):
+    """The std of each group, (B, G) -> (B, 1), of what is `centred`."""
+    return A.square().nanmean(dim=1, keepdim=True).sqrt()
+
+
+def bessel(A):
+    """(B, G) -> (B, 1): n / (n - 1) for the n numbers of each group that are not NaN."""
+    n = (~A.isnan()).double().sum(dim=1, keepdim=True)
+    return n / (n - 1).clamp(min=1)
+
+
 def is_flat(rewards, group_size):
     """Rewards (N,) -> (B,) bool: is a group flat? Its rewards are all equal and teach nothing."""
-    # In float32, because in float64 0.1 + 0.2 is not 0.3.
-    groups = rewards.float().view(-1, group_size)                            # (B, G)
-    return (groups == groups[:, :1]).all(dim=1)
+    return ~(centred(rewards, group_size).abs() > 0).any(dim=1)  # no comparison holds for NaN
 
 
 def check(rewards, group_size):
-    """ValueError: a group of one, N that is no multiple of the group size, NaN, 1e15 or more."""
+    """ValueError: a group of one, N that is no multiple of the group size, 1e15 or more."""
     if group_size < 2:
         raise ValueError(f"group_size {group_size}: a group needs at least two rewards to compare")
     N = rewards.numel()
     if rewards.ndim != 1 or N == 0 or N % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
     for row, reward in enumerate(rewards.tolist()):
-        if not abs(reward) < 1e15:  # false for NaN, too
-            raise ValueError(f"reward of row {row} is {reward}, not a number below 1e15, whose "
-                             "squares float32 can sum")
+        if abs(reward) >= 1e15:
+            raise ValueError(f"reward of row {row} is {reward}, not a number below 1e15")
 
 
 def leave_one_out_advantages(rewards, group_size=8):
@@ -78,8 +96,8 @@ def leave_one_out_advantages(rewards, group_size=8):
     An answer is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
     all G, r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
-    centred = group_advantages(rewards, group_size, scale_by_std=False)
-    return centred * (group_size / (group_size - 1))
+    A = centred(rewards, group_size)                                         # (B, G)
+    return (A * bessel(A)).flatten()
 
 
 def max_rl_advantages(rewards, group_size=8):
@@ -87,11 +105,11 @@ def max_rl_advantages(rewards, group_size=8):
 
     0 where m is 0. The rarer a right answer is, the more it counts. ValueError: a negative reward.
     """
-    centred = group_advantages(rewards, group_size, scale_by_std=False)
     if (rewards < 0).any():
         raise ValueError("MaxRL needs rewards that are not negative")
-    m = rewards - centred                                                    # (N,)
-    return centred / m.where(m > 0, 1)
+    A = centred(rewards, group_size).flatten()                               # (N,)
+    m = rewards - A
+    return A / m.where(m > 0, 1)
 
 
 def batch_std_advantages(rewards, group_size=8, all_rows=None):
@@ -100,13 +118,13 @@ def batch_std_advantages(rewards, group_size=8, all_rows=None):
     REINFORCE++-baseline, arXiv 2501.03262. TRL's scale_rewards="batch" (arXiv 2508.08221) takes the
     std of the rewards themselves. `all_rows`: see gdpo_advantages.
     """
-    return over_batch_std(group_advantages(rewards, group_size, scale_by_std=False), all_rows)
+    return over_batch_std(centred(rewards, group_size).flatten(), all_rows)
 
 
 def over_batch_std(values, all_rows):
     """Values (N,), of which every group has mean 0, divided by their std: (N,)."""
     batch = all_rows(values) if all_rows else values
-    return values / (batch.std(correction=0) + 1e-8)
+    return values / (batch.square().nanmean().sqrt() + 1e-8)
 
 
 def gdpo_advantages(reward_parts, reward_weights=None, group_size=8, all_rows=None):
@@ -114,20 +132,17 @@ def gdpo_advantages(reward_parts, reward_weights=None, group_size=8, all_rows=No
 
     A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
     answer i minus its group's mean, divided by its group's std. reward_parts {name: (N,)}: the K
-    rewards. A NaN does not apply to its answer: it adds 0 there, and nothing to mean and std.
-    reward_weights: K numbers, by default 1. `all_rows(sums)` gives the sums of all GPUs, whose
-    answers are one batch.
+    rewards. A NaN does not apply to its answer, and adds 0 there; of NaNs alone it has no advantage
+    (NaN). reward_weights: K numbers, by default 1. `all_rows(sums)` gives the sums of all GPUs,
+    whose answers are one batch.
     """
-    weights = reward_weights or [1.0] * len(reward_parts)
-    sums = 0.0
-    for rewards, weight in zip(reward_parts.values(), weights):
-        scores = torch.zeros(len(rewards), dtype=torch.float64)              # (N,)
-        for rows in torch.arange(len(rewards)).split(group_size):
-            rows = rows[~rewards[rows].isnan()]
-            scores[rows] = z_scores(rewards[rows])
-        sums = sums + weight * scores
+    z = [z_scores(rewards, group_size) for rewards in reward_parts.values()]
+    z = torch.stack(z)                                                       # (K, N)
+    weights = z.new_tensor(reward_weights or [1.0] * len(z))                 # (K,)
+    sums = weights @ z.nan_to_num()                                          # (N,)
     # Scores that cancel leave rounding and eps, which a std as small would make advantages of 1.
     sums[sums.abs() < 1e-6] = 0
+    sums[z.isnan().all(dim=0)] = torch.nan
     return over_batch_std(sums, all_rows)
 
 
@@ -148,14 +163,13 @@ def pooled_advantages(spans, mask, group_size):
     return advantages.float()
 
 
-def z_scores(values):
-    """M numbers -> (M,) float64: `group_advantages` of one group; a single value gives 0."""
-    # In float64, because values that differ only by rounding must count as equal: a difference of
-    # 1e-16 vanishes beside eps, but float32's 1e-7 would not.
+def z_scores(values, group_size=None):
+    """M numbers -> (M,): `group_advantages` in float64; they are one group if no size is given."""
     values = torch.as_tensor(values, dtype=torch.float64)
     if len(values) < 2:
         return torch.zeros_like(values)
-    return group_advantages(values, len(values))
+    A = centred(values, group_size or len(values))                           # (B, G)
+    return (A / (std_of(A) + 1e-8)).flatten()
 
 
 def process_advantages(step_rewards, mask, group_size=8):
@@ -255,6 +269,7 @@ ADVANTAGES = {
     "grpo-s": grpo_s_advantages,
     "shape": shape_advantages,
 }
+BY_ENTROPY = ("gtpo", "grpo-s")  # the words whose function needs `entropy`: a forward pass more
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from inspect import signature
@@ -25,13 +24,9 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 IGNORE = -100                            # the label of a token outside the loss
@@ -77,42 +72,9 @@ def entropy_of(logp):
     return -(p * logp).sum(dim=1)
 
 
-# Families with fast paths: logits are one matrix product of hidden states, and attention is plain
-# and causal. Every other family runs on padded rows, and its own head chunk by chunk.
-FAST = set("""
-    apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
-    olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
-""".split())
-
-
-def use_fast_paths(model):
-    """Let a model of these families take them: once, before it is copied. Not with --no-fast."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    head = model.get_output_embeddings()
-    if (config.model_type not in FAST
-            or getattr(config, "sliding_window", None)
-            # these depend on the longest row of a batch
-            or rope.get("rope_type") in ("longrope", "dynamic")
-            or config._attn_implementation != "sdpa"
-            or type(head) is not torch.nn.Linear or head.bias is not None):
-        return
-    model.set_attn_implementation("long rows")
-    for module in model.modules():               # norms of Llama's kind
-        if hasattr(module, "variance_epsilon"):
-            module.__class__ = FusedNorm
-
-
-def is_fast(model):
-    """Whether the lean head and long rows compute this model's forward pass."""
-    return model.config._attn_implementation == "long rows"
-
-
-class FusedNorm(torch.nn.Module):
-    """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
-
-    def forward(self, x):
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+def has_long_rows(model):
+    """Whether long rows and the lean head compute its forward pass: sample.py's make_fast says."""
+    return "long rows" in getattr(model, "fast", [])
 
 
 def to_device(device, *tensors):
@@ -129,8 +91,8 @@ def chunks(hidden, weight):
     if hidden.is_cuda:
         values = logits_at_a_time(M, V)
     step = max(256, values // V)             # fewer rows make a CPU's products slower
-    # At least one slice, even if it is empty
-    return [slice(start, start + step) for start in range(0, max(M, 1), step)]
+    starts = range(0, max(M, 1), step)       # without rows there is still one, empty slice
+    return [slice(start, start + step) for start in starts]
 
 
 def logits_at_a_time(M, V):
@@ -151,7 +113,7 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, measure):
         # hidden (M, H), weight (V, H), targets (M,)
         scored = []
-        slopes = []                              # of -log p(target), but for the temperature
+        slopes = []                              # of -log p(target), times the temperature
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
             entropy = entropy_of(logp) if measure else torch.zeros_like(chosen)
@@ -159,8 +121,8 @@ class LeanHead(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
                 slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
-                del error                        # before the next chunk is made
-        slope = torch.cat(slopes or [hidden])    # of a frozen body none is asked for
+                del error                        # it is freed before the next chunk is made
+        slope = torch.cat(slopes or [hidden])    # a frozen body needs none
         ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
         logprobs, entropy = map(torch.cat, zip(*scored))
@@ -185,7 +147,7 @@ class LeanHead(torch.autograd.Function):
 
 def log_softmaxes(hidden, weight, targets, temperature):
     """Yield each chunk of rows: its slice, its targets (m, 1), its log-probs (m, V) in float32."""
-    if not weight.is_cuda:                       # else half precision is summed in float32
+    if not weight.is_cuda:                       # CUDA sums half precision in float32 anyway
         weight = weight.float()
     for rows in chunks(hidden, weight):
         logp = scaled_logits(hidden[rows], weight, temperature).log_softmax(dim=1)
@@ -195,18 +157,21 @@ def log_softmaxes(hidden, weight, targets, temperature):
 def p_minus_onehot(logp, target, dtype):
     """The gradient of -log p(target) with respect to the logits: (m, V)."""
     # In one pass from float32 to `dtype`; expm1 keeps the digits of p - 1.
-    p = torch.exp(logp, out=logp.new_empty(0, dtype=dtype))
-    return p.scatter_(1, target, logp.gather(1, target).expm1().to(dtype))
+    p = logp.new_empty(0, dtype=dtype)
+    torch.exp(logp, out=p)
+    chosen = logp.gather(1, target)                                               # (m, 1)
+    return p.scatter_(1, target, chosen.expm1().to(dtype))
 
 
 def scaled_logits(hidden, weight, temperature):
     """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
     usual = torch.get_float32_matmul_precision()
     if hidden.dtype == torch.bfloat16 and not hidden.is_cuda:
-        # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
-        # the whole model: a rotation's angles need all their digits.
+        # This lets a CPU use its units for bfloat16, which take such numbers as they are and sum in
+        # float32. It is not left on, because a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    hidden = hidden.to(weight.dtype)
+    logits = torch.mm(hidden, weight.T, **in_float32(weight))
     torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
@@ -219,7 +184,7 @@ def in_float32(x):
 def head_logprobs(model, hidden, targets, temperature, measure):
     """hidden (M, H), targets (M,) -> log-probs (M,); entropies (M,), 0 without `measure`."""
     head = model.get_output_embeddings()
-    if is_fast(model):
+    if has_long_rows(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1                # Cohere
@@ -243,165 +208,6 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
-# What moves the weights in place of a plain AdamW, see train.make_optimizer: float32 masters of
-# which they are rounded, or LoRA's factors.
-
-def with_moments(optimizer):
-    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[p]
-        state["step"] = torch.zeros((), device=p.device)     # where the fused kernel needs it
-        state["exp_avg"] = torch.zeros_like(p)
-        state["exp_avg_sq"] = torch.zeros_like(p)
-    return optimizer
-
-
-def to_float32(weight):
-    """Its gradient, in float32 from now on."""
-    weight.grad = weight.grad.float()
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW on the float32 masters of bfloat16 weights, which are rounded from them.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
-    """
-
-    def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
-        self.masters = list(masters.values())
-        self.weights = weights
-        self.grads = []
-        if self.masters[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
-        for weight in weights:
-            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
-            # float32, so the others are added to it in float32.
-            weight.grad_dtype = None  # allows that
-            weight.register_post_accumulate_grad_hook(to_float32)
-
-    def step(self):
-        for i, weight in enumerate(self.weights):
-            grad = weight.grad
-            if self.grads and grad is not None:
-                grad = self.grads[i].copy_(grad)
-            self.masters[i].grad = grad
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        """Round the masters into the model's weights, each to the nearest number."""
-        for weight, master in zip(self.weights, self.masters):
-            # From pinned memory, if with --offload; step() waits for gradients.
-            weight.copy_(master, non_blocking=True)
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight in self.weights:
-            weight.grad = None
-
-
-# --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
-# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass and the optimizer know the factors.
-
-def linears_of(model):
-    """{name: module} of every Linear but the head; other matrices, as of experts, stay frozen."""
-    head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules()
-               if isinstance(module, torch.nn.Linear) and module is not head}
-    if not linears:
-        raise ValueError(f"{model.config.model_type} models have no Linear but the head")
-    return linears
-
-
-def add_factors(linear, first, rank, alpha, generator):
-    """Make a Linear a FactoredLinear; first() makes its W0 in float32, to which c B A is added."""
-    # PEFT begins with the same distribution. B is 0: the first W is W0.
-    n_out, n_in = linear.weight.shape
-    device = linear.weight.device
-    A = 2 * torch.rand(rank, n_in, generator=generator) - 1
-    A /= n_in ** 0.5
-    linear.__class__ = FactoredLinear
-    linear.first = first
-    linear.A = A.to(device).requires_grad_()                                      # (R, in)
-    linear.B = torch.zeros(n_out, rank, device=device, requires_grad=True)        # (out, R)
-    linear.c = alpha / rank
-
-
-class FactoredLinear(torch.nn.Linear):
-    """A Linear whose weight follows its factors."""
-
-    def forward(self, x):
-        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
-
-    def merged(self):
-        """W0 + c B A, (out, in), in float32."""
-        W0 = self.first()
-        return W0.addmm_(self.B, self.A, alpha=self.c)
-
-
-class FactoredProduct(torch.autograd.Function):
-    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
-
-    @staticmethod
-    def forward(ctx, x, W, bias, A, B, c):
-        # x (..., in), W (out, in), A (R, in), B (out, R)
-        ctx.save_for_backward(x, W, A, B)
-        ctx.c = c
-        return torch.nn.functional.linear(x, W, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, W, A, B = ctx.saved_tensors
-        dx = dy @ W                                                               # (..., in)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
-        dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
-        dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
-
-
-class LoraAdamW(torch.optim.AdamW):
-    """AdamW on the factors; after each step the weights are rounded from W0 + c B A."""
-
-    def __init__(self, linears, **options):
-        self.linears = linears
-        self.factors = {}                        # under their names in PEFT
-        for name, linear in linears.items():
-            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
-            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
-        super().__init__(self.factors.items(), **options)
-
-    def step(self):
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        for linear in self.linears.values():
-            linear.weight.copy_(linear.merged())
-
-    def save(self, folder, base):
-        """Write the factors as PEFT does; `base` is the model that they belong to."""
-        linear = next(iter(self.linears.values()))
-        rank = len(linear.A)
-        targets = {name.rpartition(".")[2] for name in self.linears}
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": rank,
-            "lora_alpha": linear.c * rank,
-            "target_modules": sorted(targets)}
-        folder.mkdir(exist_ok=True)
-        save_file(self.factors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-# --------------------------------------------------------------------------------------------------
 # Rows that are sorted share what they have in common with the row above: they form a tree. In a
 # fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
 # Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
@@ -414,7 +220,7 @@ class LoraAdamW(torch.optim.AdamW):
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
 
-AFTER_LABELS = 2**40                     # in place of an id behind the last label: it sorts last
+AFTER_LABELS = 2**40                     # stands for ids behind the last label, and sorts last
 
 
 class Tree(NamedTuple):
@@ -434,15 +240,17 @@ class Tree(NamedTuple):
 
 def prefix_tree(input_ids, labels):
     """N rows of S tokens -> their Tree."""
-    input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP has moved them to its card
+    input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP moves them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
-    ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
+    ends = (is_label * column).amax(dim=1, keepdim=True)                          # (N, 1)
+    ends = ends.clamp(min=1)
     rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
     ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
-    is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
+    is_new = (rows[1:] != rows[:-1]).cummax(dim=1).values                         # (U - 1, S)
+    is_new = pad(is_new, (0, 0, 1, 0), value=True)                                # (U, S)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
@@ -452,8 +260,10 @@ def prefix_tree(input_ids, labels):
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    labelled, back = to_device(values.device, tree.labelled, tree.first[tree.row_of, 1:])
-    return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
+    back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
+    labelled, back = to_device(values.device, tree.labelled, back)
+    values = values.new_zeros(tree.ids.numel()).index_put((labelled,), values)
+    return values[back]
 
 
 def hidden_states(model, tree):
@@ -464,7 +274,7 @@ def hidden_states(model, tree):
     ids = tree.ids
     before = tree.labelled - 1
     options = {}
-    if is_fast(model):
+    if has_long_rows(model):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
         positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
@@ -472,11 +282,11 @@ def hidden_states(model, tree):
         attention = flash_attention if has_flash(model) else padded_attention
         options = dict(
             position_ids=positions,
-            attention_mask=positions[None, None],        # any of four dimensions: else it makes one
-            attend=attention(model, tree))               # handed on to the attention of every layer
+            attention_mask=positions[None, None],        # the model makes one if it gets none
+            attend=attention(model, tree))               # every layer's attention gets it
     ids, before = to_device(model.device, ids, before)
-    body = model.get_decoder()                           # what returns hidden states
-    if body is model:                                    # as Llama 4 says
+    body = model.get_decoder()                           # it returns hidden states
+    if body is model:                                    # so says Llama 4
         body = model.base_model.model
     hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[before]
@@ -512,7 +322,7 @@ def flash_attention(model, tree):
 
 def padded_attention(model, tree):
     """-> attention of the long row without flash attention: one call for rows of similar size."""
-    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # else CUDA copies masks, per layer
+    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # or each layer copies its mask
     column = torch.arange(nodes.shape[1])                                         # (S,)
     counts = tree.runs.sum(dim=1)                        # of a row's queries: its last tokens
     sizes = 2 ** counts.log2().ceil().clamp(min=4)       # 16, 32, 64, ...
@@ -530,42 +340,31 @@ def padded_attention(model, tree):
         mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
         calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
-    # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = to_device(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])      # (T,)
+    # Every token stands once among the queries: sorted, behind all -1, they are in their own order.
+    T = int(counts.sum())
+    back = torch.cat(slots).argsort()[-T:]                                        # (T,)
+    back, = to_device(model.device, back)
 
-    def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
+    def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
         x = x.index_select(0, places.flatten())
         return x.unflatten(0, places.shape).transpose(1, 2)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
-            # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+            # With fewer key heads than query heads CUDA takes a slow kernel that holds all scores.
             repeats = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
         outputs = []
         for queries, keys, mask in calls:
             out = scaled_dot_product_attention(
-                padded(q, queries),                                               # (M, H, A, D)
-                padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
+                gathered(q, queries),                                             # (M, H, A, D)
+                gathered(k, keys),                                                # (M, H, K, D)
+                gathered(v, keys),
                 mask, scale=scaling, enable_gqa=True)
             outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
         return torch.cat(outputs).index_select(0, back)
 
     return attend
-
-
-def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
-    """transformers' own attention; that of a long row if the body was given one."""
-    # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
-    if attend is None:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    # attend: q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return attend(q, k, v, scaling)[None], None
-
-
-AttentionInterface.register("long rows", long_row_attention)
-AttentionMaskInterface.register("long rows", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -574,47 +373,38 @@ AttentionMaskInterface.register("long rows", sdpa_mask)
 def cut_rows(input_ids, labels, token_budget, share):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each has at most `token_budget` tokens, unless it is a single row. With `share` what its rows
-    have in common counts once, and the cuts go where rows have least in common: so a group that
-    fits stays whole. Else rows are padded, and sorted by length: so there is little padding. Rows
-    that are equal run once, count once and stay together.
+    Each is filled up to `token_budget` tokens, or is a single row. With `share` what a row has in
+    common with the one above it counts once. Else rows are padded, and sorted by length: so there
+    is little padding. Rows that are equal run once, count once and stay together.
     """
-    # Rows that have 5, 6 and 4 tokens run 5, 2 and 3 of them if they share 4 and 1 with the row
-    # above. Together they are 10 tokens; a cut before the last one makes it run its 1 again.
     tree = prefix_tree(input_ids, labels)
-    order = tree.ends.argsort(descending=True)
-    if share:
-        order = torch.arange(len(order))
-    lengths = tree.ends[order].tolist()
-    counts = tree.runs.sum(dim=1)
-    before = [0, *counts.cumsum(dim=0).tolist()]         # of a row: the tokens that run above it
-    again = ((tree.ends - counts) * share).tolist()      # those that it runs again after a cut
-
-    def tokens(start, stop):                             # of the rows from start on, before stop
-        if share:
-            return before[stop] - before[start] + again[start]
-        return lengths[start] * (stop - start)
-
-    best = [(0, 0)]      # of the rows before `stop`: the fewest tokens that run again, the last cut
-    for stop in range(1, len(order) + 1):
-        fitting = [start for start in range(stop)
-                   if start == stop - 1 or tokens(start, stop) <= token_budget]
-        best.append(min((best[start][0] + again[start], start) for start in fitting))
+    ends = tree.ends.tolist()                            # the tokens that a row runs alone
+    runs = tree.runs.sum(dim=1).tolist()                 # those that the row above has not run
+    order = range(len(ends))
+    if not share:
+        order = sorted(order, key=ends.__getitem__, reverse=True)
+    cuts = []
+    width, room = 0, -1                                  # of the last cut
+    for row in order:
+        tokens = runs[row] if share else width
+        if tokens > room:
+            cuts.append([])
+            width = tokens = ends[row]
+            room = token_budget
+        cuts[-1].append(row)
+        room -= tokens
     micro_batches = []
-    stop = len(order)
-    while stop:
-        _, start = best[stop]
-        is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
-        rows = is_chosen.nonzero().flatten()
-        micro_batches.append((rows, max(lengths[start:stop]) + 1))
-        stop = start
-    return micro_batches[::-1]
+    for cut in cuts:
+        is_chosen = torch.isin(tree.row_of, torch.tensor(cut))                    # (N,)
+        width = max(ends[row] for row in cut) + 1
+        micro_batches.append((is_chosen.nonzero().flatten(), width))
+    return micro_batches
 
 
 def checkpoint_layers(model):
     """From now on a layer keeps only its input, and the backward pass computes the layer again."""
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):  # dropout is off: nothing is random
+        if isinstance(layer, GradientCheckpointingLayer):  # without dropout nothing is random
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False)
 

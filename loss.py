@@ -101,8 +101,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """The loss with its variants, and its metrics: `(loss, {name: detached scalar})`.
 
     The first arguments are those of `plain_loss`, but `advantages` may be (N, S-1), `ref_logprobs`
-    None if `kl_coef` is 0, and what stands outside the mask may be inf or NaN. `old_logprobs` None:
-    no weight has moved since the answers were drawn. A row without an answer adds 0.
+    None if `kl_coef` is 0, and what stands outside the mask may be inf or NaN. A row without an
+    answer adds 0.
 
     clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
     objective, ratio, kl_estimator, aggregate   words from the tables in this file
@@ -117,8 +117,6 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
-    if old_logprobs is None:                     # pi is still pi_old, so every ratio is 1
-        old_logprobs = logprobs.detach()
 
     # Masked entries become 0 before anything is computed, so no inf or NaN reaches a gradient.
     logprobs = logprobs.where(mask, 0)

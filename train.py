@@ -13,65 +13,46 @@ Common mistakes that this avoids:
 """
 
 import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it)
+if sys.version_info < (3, 11):  # noqa: UP036
     print("train.py: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 
-import argparse
-import hashlib
-import json
-import math
-import os
-import platform
-import re
-import shlex
-import shutil
-import signal
-import time
-import traceback
-import warnings
-import zlib
+import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, shutil, signal
+import time, traceback, warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
-from inspect import getsource, signature
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
-# Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
-# programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# A bfloat16 product on a CPU keeps half a MB for each of 1024 shapes, twice: a run would grow.
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# What torch and tqdm read when they are imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # of bfloat16 products: half a MB for each shape
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # likewise
+if "microsoft" not in platform.release():  # CUDA's blocks may grow, not on WSL 2 (pytorch 192330)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TQDM_MININTERVAL", "0.1" if os.isatty(2) else "60")  # seconds, in a file
 if os.environ.get("RANK", "0") != "0":
     os.environ["TQDM_DISABLE"] = "1"  # one rank's bars are enough
-if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, until a run listens
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
 import reward
 import sample
-from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
+from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, std_of
+from advantage import plain_advantages, process_advantages
+from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, blame, column, compared, is_right
-from reward import out_of_memory, row_of, score_responses, select_kwargs, shuffled, symptoms
-from reward import truth_in_words, truths_of, with_error
+from reward import HERE, BadInput, blame, is_right, score_responses, truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
 
@@ -96,49 +77,73 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=
     return rewards
 
 
+@dataclass
+class Parts:
+    """What a run is made of; load() makes it."""
+
+    policy_model: object        # pi
+    ref_model: object           # the reference of the KL; None if beta is 0
+    tokenizer: object           # of both
+    optimizer: object           # moves the policy's weights; None where nothing is trained
+    problems: list             # to train on: dicts, see reward.load_problems
+    eval_problems: list        # held out
+    sampler: object = sample_groups         # [A] draws answers, called like sample_groups
+    reward_of: object = None                # [B] Rollout -> N rewards; None: the rule's
+    reward_model: object = None             # with --reward-model the model behind reward_of
+
+
+@dataclass
+class Batch:
+    """What this GPU samples in a step: G answers to each of B prompts."""
+
+    problems: list             # B dicts, see reward.load_problems
+    prompts: list              # their B prompts, chat template applied
+    generators: list = None    # of random numbers, one per prompt
+    step: int = 1              # of the run
+
+
 def train_step(parts, batch, s):
     """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
 
-    DeepSeekMath, algorithm 1. `parts` are what load() returns, `s` are the Settings. With several
-    GPUs each has its own batch; the metrics cover all of them.
+    DeepSeekMath, algorithm 1. `s` are the Settings. With several GPUs each has its own batch; the
+    metrics cover all of them.
     """
-    start = time.perf_counter()
-
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, first_draw, resampled, seconds = scored_groups(parts, batch, s)
-    for draw in (first_draw, rollout):
-        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
-                                s.overlong_buffer)
-
-    # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
-    # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
-    if parts.ref_model:
-        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
-    if s.minibatches > 1 or "entropy" in signature(advantage_function(s)).parameters:
-        rollout.old_logprobs, rollout.entropy = all_token_logprobs(parts.policy_model, rollout, s)
-        check_sampler(parts, rollout, s)
+    rollout, metrics = scored_groups(parts, batch, s)
+    start = time.perf_counter()
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
-    # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
+    # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
+    if parts.ref_model:
+        rollout.ref_logprobs, _ = rollout_logprobs(parts.ref_model, rollout, s, measure=False)
+
+    # [D] And under pi_old, the policy that drew them. No weight moves before the first update, so
+    # that update finds them on its way and fills these columns. Mini-batches need them before.
+    rollout.old_logprobs, rollout.entropy = torch.zeros(2, *rollout.mask.shape)     # (N, S-1) each
+    batches = [rollout]
+    if s.minibatches > 1:
+        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
+        batches = mini_batches(rollout, s)
+
+    # [D] [E] [F] [G] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for mini in mini_batches(rollout, s):
-            updates.append(update(parts, mini, s))
-    seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, first_draw, resampled, updates, seconds, s), rollout
+        for rows in batches:
+            fills_old = rows is rollout and not updates
+            updates.append(gradient_step(parts, rows, s, fills_old))
+    metrics["seconds_training"] = time.perf_counter() - start
+    return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def update(parts, rollout, s):
-    """One gradient step on these rows -> its metrics."""
-    sums, scored = backward(parts, rollout, s)
-    if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
-        rollout.old_logprobs, rollout.entropy = collected(rollout, scored)
-        check_sampler(parts, rollout, s)
+def gradient_step(parts, rollout, s, fills_old):
+    """One gradient step on these rows -> its metrics. `fills_old`: no weight has moved yet."""
+    sums = backward(parts, rollout, s, fills_old)
+    check_sampler(parts, rollout, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
@@ -147,28 +152,38 @@ def update(parts, rollout, s):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s):
-    """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `collected`."""
+def backward(parts, rollout, s, fills_old):
+    """[D] [E] [F] The gradient of the loss -> its metrics."""
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = mean_of_ranks({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sums = Counter()  # Counter.update adds
-    scored = []
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
-        scored.append((rows, logp.detach(), entropy))
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, fills_old)
+        if fills_old:  # the policy as it is now is still pi_old
+            rollout.old_logprobs[rows, :width - 1] = logp.detach().cpu()
+            rollout.entropy[rows, :width - 1] = entropy.cpu()
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
-        options = vars(s) | sizes
-        if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
-            options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
-        loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **select_kwargs(grpo_loss, options))
+        loss, metrics = grpo_loss(
+            logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
+            clip_eps=s.clip_eps,
+            kl_coef=s.kl_coef,
+            clip_eps_high=s.clip_eps_high,
+            objective=s.objective,
+            ratio=s.ratio,
+            kl_estimator=s.kl_estimator,
+            aggregate=s.aggregate,
+            max_new_tokens=s.max_new_tokens,
+            # Plain GRPO ignores the sampler's own numbers.
+            sampler_logprobs=micro.sampler_logprobs if s.sampler_correction else None,
+            sampler_cap=s.sampler_correction,
+            **sizes)
         loss.backward()
         sums.update(metrics)
-    return sums, scored
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,375 +215,40 @@ def train_grpo(parts, settings, run=None):
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
     with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
-        if run.pending:  # the start, or a step that was saved before its evaluation
-            finish_step(run, parts, s)
-        for step in range(run.step + 1, s.steps + 1):
-            if run.stopped():
+        for done in range(run.step, s.steps + 1):  # so many steps are done
+            evaluate_if_due(run, parts, s)
+            if run.stopped() or done == s.steps:
                 break
+            step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
-            adapt_kl_coef(run.history[-1], s)
+            adapt_kl_coef(run, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
             metrics, rollout = train_step(parts, batch, s)
-            metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
             run.log_samples(rollout, step, s.group_size)
-            is_last = step == s.steps
-            run.hold(metrics, is_last or step % s.eval_every == 0)
+            run.log({"step": step, "lr": lr, **metrics})
             # Before the evaluation, which takes its time: a kill in it costs no step.
-            if is_last or step % s.save_every == 0:
+            if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
-            finish_step(run, parts, s)
             update_bar(bar, run)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
-#   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        batch_of_step … finish_step            what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
+#   the step        scored_groups … step_metrics           what train_step calls, in its order
+#   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
-#   memory          plan_memory                            counted before it is taken
+#   memory          plan_memory                            a rule, before any is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
-#   the program     main, train                            from the command line to the exit status
 #   what it shows   curves_of, print_story                 the bar, the last lines
-#   in reward.py    compared, symptoms                     what was gained; when a run warns
-
-# --------------------------------------------------------------------------------------------------
-# Helpers of train_step: its batch, options, log-probs by micro-batches, checks, metrics
-
-@dataclass
-class Batch:
-    """What this GPU samples in a step: G answers to each of B prompts."""
-
-    problems: list                   # B dicts, see reward.load_problems
-    prompts: list                    # their B prompts, chat template applied
-    generators: list = None          # of random numbers, one per prompt
-    step: int = 1                    # of the run
-
-
-def scored_groups(parts, batch, s):
-    """[A] [B] -> the Rollout to train on, the first draw, how many groups were drawn anew, seconds.
-
-    --max-resample (DAPO, 2503.14476) replaces flat groups; without it both Rollouts are the same.
-    """
-    policy = sampling_model(parts.policy_model)
-    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
-    G = s.group_size
-    first_draw = replace(rollout)  # a copy
-    resampled = asked = 0  # asked: other problems of this step
-    # A group that is still flat after the last attempt stays, with advantages of 0.
-    for _ in range(s.max_resample):
-        n = int(is_flat(rollout.rewards, G).sum())
-        if not any(from_all_ranks(n)):
-            break  # every group of every rank teaches something
-        resampled += n
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
-        asked += n
-        drawn, spent = answers_and_rewards(policy, parts, others, s)
-        seconds += spent
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
-        rollout = take(both, rows)
-    return rollout, first_draw, resampled, seconds
-
-
-def answers_and_rewards(policy, parts, batch, s):
-    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
-    start = time.perf_counter()
-    truths = truths_of(batch.problems)
-    sampler = parts.sampler
-    if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        if s.group_size % (2 * s.around_best):
-            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
-        rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                      s.temperature, batch.generators)
-    drawn = time.perf_counter()
-    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
-    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
-    rollout.rewards = rollout.rule_rewards                                             # (N,)
-    if parts.reward_of:  # a function from Python may return any list of numbers
-        values = parts.reward_of(rollout)
-        values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-        rollout.rewards = values.reshape_as(rollout.rule_rewards)
-    return rollout, Counter(seconds_sampling=drawn - start,
-                            seconds_scoring=time.perf_counter() - drawn)
-
-
-def advantage_function(s):
-    return process_advantages if s.step_reward else ADVANTAGES[s.advantage]
-
-
-def advantages_of(parts, rollout, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
-
-    Its function gets what its parameters name: columns of the rollout, and settings.
-    """
-    function = advantage_function(s)
-    columns = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
-    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        columns["right"] = is_right(rollout.rule_rewards)
-    if s.advantage == "shape":  # the boxes of each answer
-        words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
-    if s.advantage == "gdpo" and not rollout.reward_parts:
-        raise BadInput("--advantage gdpo: needs several --reward")
-    with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**select_kwargs(function, columns)).float()
-    if s.clip_advantages:
-        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
-    return advantages
-
-
-@torch.no_grad()
-def all_token_logprobs(model, rollout, s, measure=True):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
-    scored = [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
-              for rows, width in micro_batches(model, rollout, s)]
-    return collected(rollout, scored)
-
-
-def collected(rollout, scored):
-    """[D] of micro-batches: (rows, log-probs, entropies)s -> the last two of the whole rollout."""
-    whole = torch.zeros(2, *rollout.logprobs.shape)                                 # (2, N, S-1)
-    for rows, *both in scored:
-        both = torch.stack(both).cpu()                                          # (2, n, width-1)
-        whole[:, rows, :both.shape[2]] = both
-    return whole
-
-
-def micro_batches(model, rollout, s):
-    """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
-    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            logprob.is_fast(model))
-    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
-    # tokens of a prompt. They are not in the mask, so they count for nothing.
-    missing = max(from_all_ranks(len(cuts))) - len(cuts)
-    cuts += [(torch.tensor([0]), 2)] * missing
-    return with_progress(cuts, desc="micro-batches")
-
-
-def token_logprobs_of(model, rollout, rows, width, s, measure=True):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
-    micro = take(rollout, rows, width)
-    # A sharded model must be entered through a method that FSDP knows: see shard().
-    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    return score(micro.input_ids, micro.labels, s.temperature, measure)
-
-
-def mini_batches(rollout, s):
-    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    if s.minibatches == 1:
-        return [rollout]  # itself: its first update adds old_logprobs
-    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    if s.minibatches > len(groups):
-        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
-    shares = groups.tensor_split(s.minibatches)
-    return [take(rollout, rows.flatten()) for rows in shares]
-
-
-def check_sampler(parts, rollout, s):
-    """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
-    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
-    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
-    nats = sampler_difference(rollout)
-    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
-        raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
-                       f"token; {mend}")
-
-
-def sampler_difference(rollout):
-    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
-    old = rollout.old_logprobs                                                         # (N, S-1)
-    apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
-    nats = apart.sum() / rollout.mask.sum()
-    return mean_of_ranks({"nats": nats})["nats"]
-
-
-def loss_mask(rollout, s):
-    """(N, S-1) bool: the tokens in the loss."""
-    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
-        return rollout.mask & rollout.finished[:, None]
-    return rollout.mask
-
-
-def step_metrics(rollout, first_draw, resampled, updates, seconds, s):
-    """The metrics of a step: the answers of its first draw, the mean of its updates, its time."""
-    lengths = all_rows(first_draw.mask.sum(dim=1).float())                             # (N,)
-    rewards = all_rows(first_draw.rewards)                                             # (N,)
-    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
-    flat = is_flat(rewards, s.group_size)                                              # (B,)
-    if s.step_reward:  # equal sums of an answer's steps may still teach
-        flat = ~all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
-    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(first_draw.rule_rewards)
-    known = known[~known.isnan()]
-    metrics = {
-        "reward_mean": rewards.mean(),
-        "reward_std": rewards.std(correction=0),
-        "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
-        "accuracy": is_right(known).float().mean(),
-        "format_rate": (known > 0).float().mean(),
-        "flat_groups": flat.float().mean(),
-        "response_length_mean": lengths.mean(),
-        "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~all_rows(first_draw.finished)).float().mean(),
-        "tokens": tokens,
-        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
-        "sampler_difference": sampler_difference(rollout),
-        "kl_coef": s.kl_coef,
-        **seconds,
-        "tokens_per_second": tokens / seconds.total(),
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
-    }
-    for name in updates[0]:
-        total = sum(update[name] for update in updates)
-        metrics[name] = total if name == "skipped_updates" else total / len(updates)
-    if s.max_resample:
-        metrics["resampled_groups"] = sum(from_all_ranks(resampled))
-    for name, values in (first_draw.reward_parts or {}).items():
-        metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
-    return {name: float(value) for name, value in metrics.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Helpers of train_grpo: problems and random numbers of a step, evaluation
-
-def batch_of_step(parts, step, s, resampled=None):
-    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
-    B = s.prompts_per_step
-    problems = parts.problems
-    key = (s.seed, step)
-    # Every epoch has a new order; the few problems that do not fill a step are left out.
-    epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = shuffled(problems, seeded(s.seed, 0, epoch))
-    order = order[k * B:(k + 1) * B]
-    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
-    if resampled is not None:
-        key = (s.seed, "resample", step)
-        others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
-        # None comes again before all others have. Twice, for a rank may have a group more to draw.
-        order = (others + order) * (2 * s.max_resample)
-        mine = [rank() + world() * k for k in resampled]
-    batch = make_batch(parts.tokenizer, order, mine, key, s)
-    batch.step = step
-    return batch
-
-
-def make_batch(tokenizer, problems, places, key, s):
-    """The problems at these places -> Batch; their random numbers follow from key and place."""
-    chosen = [problems[j] for j in places]
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
-
-
-def seeded(*key, device="cpu"):
-    """A random generator that follows from these numbers and words alone."""
-    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
-    return torch.Generator(device).manual_seed(number)
-
-
-def update_reference(parts, rollout, step, s):
-    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
-    if not s.renew_reference:
-        return {}
-    reward_model = parts.reward_model
-    if reward_model:  # keep pairs of this step's answers: the same on every rank
-        rows = sum(from_all_ranks(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
-    if step % s.renew_reference:
-        return {}
-    parts.ref_model.load_state_dict(parts.policy_model.state_dict())
-    metrics = {"reference_renewed": 1.0}
-    if reward_model:  # every rank takes the same steps on the same pairs
-        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
-    return metrics
-
-
-def adapt_kl_coef(last, s):
-    """--kl-band: this step's beta, by the metrics of the last step."""
-    if s.kl_band and "kl_coef" in last:  # the line of the start has none
-        s.kl_coef = last["kl_coef"]
-        if last["approx_kl"] is not None:  # else the step was skipped
-            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
-
-
-LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
-    "constant": lambda left: 1,
-    "linear": lambda left: left,
-    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
-}
-
-
-def set_learning_rate(optimizer, step, s):
-    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
-    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
-    decaying = max(s.steps - s.warmup_steps, 1)
-    left = min(1.0, (s.steps - step + 1) / decaying)
-    lr *= LR_SCHEDULES[s.lr_schedule](left)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
-
-
-def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
-
-    A signal to the run breaks it off: then some problems were not asked.
-    """
-    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = sampling_model(parts.policy_model)
-    mine = share_of_rank(len(parts.eval_problems))
-    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    rows = []
-    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        if run and run.signal:
-            break
-        key = s.seed, "evaluation"
-        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
-        rollout, _ = answers_and_rewards(policy, parts, batch, s)
-        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
-    rows = sum(from_all_ranks(rows), [])
-    metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
-    if parts.reward_of:
-        metrics["eval_reward"] = float(column(rows, "reward").mean())
-    return metrics, rows
-
-
-def finish_step(run, parts, s):
-    """Evaluate the step that is done, if it is its turn, and log it.
-
-    A signal breaks the evaluation off: the step stays pending, and a resumed run asks it anew.
-    """
-    metrics = run.pending
-    if run.is_due:
-        scores, rows = evaluate(parts, s, run=run)
-        if run.stopped():
-            return
-        # Scores of other problems or rewards get another number: they are never compared.
-        asked = [(row["problem"], row["truth"]) for row in rows], s.reward, s.reward_weights
-        scores["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
-        run.append("evaluations.jsonl", *({"step": run.step, **row} for row in rows))
-        metrics = metrics | scores
-    run.log(metrics)
-    if run.is_due:
-        keep_best(run, parts, s)
-
+#   its figures     compared, symptoms                     what was gained; when a run warns
+#   the program     main, train                            from the command line to the exit status
 
 # --------------------------------------------------------------------------------------------------
 # Settings: every flag with what it takes, its default and its help, which is the comment. A flag
@@ -580,8 +260,12 @@ TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
+place = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
+
+
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
+    text = place(text)
     name = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(name) and text not in {**reward.GSM8K, **reward.REWARDS_BY_NAME}:
         return text.replace(name, os.path.abspath(name), 1)
@@ -593,7 +277,7 @@ def number(kind, low, high=2**31 - 1):
     def read(text):
         with suppress(ValueError):
             value = kind(text)
-            if low <= value <= high:  # false for NaN
+            if low <= value <= high:  # this is false for NaN
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
     return read
@@ -605,6 +289,11 @@ amount = number(float, 0)
 above_0 = number(float, 1e-12)
 arguments = sample.template_arguments
 DTYPES = ("auto", "float32", "bfloat16")
+LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
+    "constant": lambda left: 1,
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
 
 
 @dataclass
@@ -666,7 +355,7 @@ class Settings:
     gradient_checkpointing: bool = None  # recompute layers [if memory is short]
     offload: bool = None  # optimizer state in host memory [if memory is short]
     # measuring
-    eval_every: from_1 = 50  # steps between evaluations
+    eval_every: from_0 = 50  # steps between evaluations; 0: before the first and after the last
     eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
     save_every: from_1 = 50  # steps between checkpoints
     best: bool = True  # keep the policy of the best evaluation in best/
@@ -676,10 +365,10 @@ class Settings:
     threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
     # this call only
     config: file = ""  # JSON, like a run's config.json
-    output: str = ""  # folder of the run; default: runs/MODEL-TIME-CODE
-    resume: str = ""  # continue the run in this folder; auto: in --output, or begin it there
+    output: place = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: place = ""  # continue the run in this folder; auto: in --output, or begin it there
     eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
-    against: str = ""  # with --eval-only: another model, asked the same problems and compared
+    against: place = ""  # with --eval-only: another model, asked the same problems and compared
     plain: bool = False  # train by plain_step alone, and print each step's rewards
     trace: bool = False  # print one step stage by stage, and stop
     dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
@@ -695,14 +384,14 @@ class Settings:
         return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
 
     @property
-    def is_whole(self):
-        """Whether every rank holds all weights. With LoRA it does: only factors are trained."""
-        return world() == 1 or self.lora_rank > 0
+    def has_shards(self):
+        """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
+        return world() > 1 and self.lora_rank == 0
 
 
 FIELDS = vars(Settings())  # {name: default}
 THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
-# What the definitions do not know
+# The flags that the plain definitions do not know
 VARIANTS = """
     reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
     kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
@@ -724,16 +413,6 @@ def config_of(folder):
     return str(config) if is_run and config.is_file() else None
 
 
-def check_code(config, flags, source):
-    """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
-    for name in ("reward", "step_reward", "reply"):
-        if name not in flags and ":" in str(config.get(name)):
-            line = f"{flag_of(name)}: {source} names code, {config[name]}"
-            if "config" not in flags:
-                raise BadInput(f"{line}; to run it, name it in the command, too")
-            print0(line)
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
@@ -750,7 +429,7 @@ def parse_flags(words):
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
     group = parser
-    for line in getsource(Settings).splitlines():
+    for line in inspect.getsource(Settings).splitlines():
         code, mark, comment = line.partition("  # ")
         name = code.partition(":")[0].strip()
         if name and mark:
@@ -773,7 +452,7 @@ def options_of_flag(name, comment):
         return options | {"action": argparse.BooleanOptionalAction}
     if isinstance(kind, dict | tuple):
         return options | {"choices": kind}
-    if kind not in (str, file, arguments):
+    if kind not in (str, file, place, arguments):
         options["metavar"] = "N"
     return options | {"type": kind}
 
@@ -781,31 +460,34 @@ def options_of_flag(name, comment):
 def parse(words):
     """The words of a command line -> Settings, in layers, of which a later one wins:
 
-    base    tests/tiny/grpo.json, if no other layer names a model
-    config  the file --config, or that of the run which --resume or --eval-only names
-    flags   the words
+    tests/tiny/grpo.json, if no other layer names a model; a config, which is the file --config, or
+    that of the run which --resume or --eval-only names; the words.
     """
     flags = parse_flags(words)
     if flags.get("resume") == "auto":
         if "output" not in flags:
             raise BadInput("--resume auto: needs --output, the folder of the run")
+        del flags["resume"]
         if os.path.exists(f"{flags['output']}/config.json"):
             flags["resume"] = flags.pop("output")
-            flags.pop("config", None)  # the run has kept what it says
-        else:
-            del flags["resume"]  # the run begins
+            flags.pop("config", None)  # the run's config.json says the same
     source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
     if flags.get("eval_only") and not source:
         source = config_of(flags.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
-    if "resume" not in flags:
-        check_code(config, flags, source)
-    base = {}
+    # A config is anybody's: code that it names runs if the command names the code or the config.
+    for name in ("reward", "step_reward", "reply"):
+        if ":" in str(config.get(name)) and name not in flags and "resume" not in flags:
+            line = f"{flag_of(name)}: {source} names code, {config[name]}"
+            if "config" not in flags:
+                raise BadInput(f"{line}; to run it, name it in the command, too")
+            print0(line)
+    layers = [config, flags]
     if "model" not in config | flags:
-        base = read_config(TINY_CONFIG)
+        layers = [read_config(TINY_CONFIG), config, flags]
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in (base, config, flags):
+    for layer in layers:
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
@@ -822,19 +504,16 @@ def parse(words):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    with blame(f"{file}: no JSON object of flags:", Exception):
-        config = {**json.loads(Path(file).read_text(encoding="utf-8"))}
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
-                                 "spelt like kl_coef")
-            items = value if isinstance(value, list) else [value]
-            for item in items:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+            for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, bool):
                     words.append(flag_of(name if item else f"no_{name}"))
-                elif item is not None:  # which is the default
+                elif item is not None:  # None is the default
                     text = item if isinstance(item, str) else json.dumps(item)
                     words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
@@ -842,17 +521,359 @@ def read_config(file):
 
 
 # --------------------------------------------------------------------------------------------------
+# Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
+
+def scored_groups(parts, batch, s):
+    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
+    policy = sampling_model(parts.policy_model)
+    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
+    first_draw = replace(rollout)  # a copy, for the metrics
+    if s.max_resample:
+        rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
+        seconds.update(more)  # Counter.update adds
+    for draw in (first_draw, rollout):
+        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
+                                s.overlong_buffer)
+    G = s.group_size
+    if s.around_best:  # the other halves continue the best answers, and are no free draws
+        halves = torch.arange(len(first_draw.responses)).view(-1, 2, G // 2)[:, 0]     # (B, G / 2)
+        first_draw, G = take(first_draw, halves.flatten()), G // 2
+    return rollout, answer_metrics(first_draw, G) | seconds
+
+
+def without_flat_groups(policy, parts, batch, rollout, s):
+    """--max-resample: flat groups give way to groups of other problems -> Rollout, its metrics.
+
+    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
+    """
+    G = s.group_size
+    asked = 0  # so many other problems were asked in this step
+    metrics = Counter(resampled_groups=0)
+    for _ in range(s.max_resample):
+        n = int(is_flat(rollout.rewards, G).sum())
+        everywhere = sum(from_all_ranks(n))
+        if everywhere == 0:
+            break  # every group of every rank teaches something
+        metrics["resampled_groups"] += everywhere
+        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
+        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
+        asked += n
+        drawn, seconds = answers_and_rewards(policy, parts, others, s)
+        metrics.update(seconds)  # Counter.update adds
+        both = sample.joined(rollout, drawn)
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
+        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
+        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
+        rollout = take(both, rows)
+    return rollout, metrics
+
+
+def answers_and_rewards(policy, parts, batch, s):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
+    start = time.perf_counter()
+    truths = truths_of(batch.problems)
+    sampler = parts.sampler
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        if s.group_size % (2 * s.around_best):
+            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
+        score = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, score=score)
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                      s.temperature, batch.generators)
+    drawn = time.perf_counter()
+    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
+    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
+    if parts.reward_of:  # a function from Python may return any list of numbers
+        values = parts.reward_of(rollout)
+        values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+        rollout.rewards = values.reshape_as(rollout.rewards)
+    # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
+    unscored = rollout.rewards.isnan()
+    rollout.labels[unscored] = sample.IGNORE
+    rollout.rule_rewards[unscored] = math.nan
+    return rollout, Counter(seconds_sampling=drawn - start,
+                            seconds_scoring=time.perf_counter() - drawn)
+
+
+def advantages_of(parts, rollout, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
+
+    Its function gets what its parameters name, of the rollout's columns and of what stands here.
+    """
+    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+    given = vars(rollout) | {
+        "mask": rollout.mask,
+        "all_rows": all_rows,
+        "group_size": s.group_size,
+        "scale_by_std": s.scale_by_std,
+        "reward_weights": s.reward_weights}
+    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
+        given["right"] = is_right(rollout.rule_rewards)
+    if s.advantage == "shape":  # the boxes of each answer
+        words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
+        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage in BY_ENTROPY:
+        _, given["entropy"] = rollout_logprobs(parts.policy_model, rollout, s)
+    if s.advantage == "gdpo" and not rollout.reward_parts:
+        raise BadInput("--advantage gdpo: needs several --reward")
+    with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
+        advantages = function(**reward.select_kwargs(function, given)).float()
+    advantages[rollout.rewards.isnan()] = 0
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages
+
+
+@torch.no_grad()
+def rollout_logprobs(model, rollout, s, measure=True):
+    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+    both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
+    for rows, width in micro_batches(model, rollout, s):
+        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
+        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
+    return both
+
+
+def micro_batches(model, rollout, s):
+    """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
+    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
+                            logprob.has_long_rows(model))
+    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
+    # tokens of a prompt. They are not in the mask, so they count for nothing.
+    missing = max(from_all_ranks(len(cuts))) - len(cuts)
+    cuts += [(torch.tensor([0]), 2)] * missing
+    return with_progress(cuts, desc="micro-batches")
+
+
+def micro_batch_logprobs(model, rollout, rows, width, s, measure):
+    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+    micro = take(rollout, rows, width)
+    # A sharded model must be entered through a method that FSDP knows: see shard().
+    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
+    return score(micro.input_ids, micro.labels, s.temperature, measure)
+
+
+def mini_batches(rollout, s):
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    if s.minibatches > len(groups):
+        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
+    shares = groups.tensor_split(s.minibatches)
+    return [take(rollout, rows.flatten()) for rows in shares]
+
+
+def check_sampler(parts, rollout, s):
+    """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
+    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
+    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
+    nats = sampler_difference(rollout)
+    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
+        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
+        raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
+                       f"token; {mend}")
+
+
+def sampler_difference(rollout):
+    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
+    old = rollout.old_logprobs                                                         # (N, S-1)
+    apart = (rollout.sampler_logprobs - old).abs()
+    apart = apart.where(rollout.mask & old.isfinite(), 0)  # else the update is skipped
+    nats = apart.sum() / rollout.mask.sum().clamp(min=1)
+    return mean_of_ranks({"nats": nats})["nats"]
+
+
+def loss_mask(rollout, s):
+    """(N, S-1) bool: the tokens in the loss."""
+    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
+        return rollout.mask & rollout.finished[:, None]
+    return rollout.mask
+
+
+def answer_metrics(rollout, group_size):
+    """The metrics of drawn answers and of their rewards."""
+    rewards = all_rows(rollout.rewards)                                                # (N,)
+    scored = ~rewards.isnan()  # the other answers are in no metric
+    lengths = all_rows(rollout.mask.sum(dim=1)).float().where(scored, math.nan)
+    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
+    known = all_rows(rollout.rule_rewards)
+    known = known[~known.isnan()]
+    metrics = {
+        "reward_mean": rewards.nanmean(),
+        "reward_std": rewards[scored].std(correction=0),
+        "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
+        "accuracy": is_right(known).float().mean(),
+        "format_rate": (known > 0).float().mean(),
+        "flat_groups": is_flat(rewards, group_size).float().mean(),
+        "response_length_mean": lengths.nanmean(),
+        "response_length_p95": lengths.nanquantile(0.95),
+        "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
+    }
+    for name, values in (rollout.reward_parts or {}).items():
+        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
+    return metrics
+
+
+def step_metrics(rollout, metrics, updates, s):
+    """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
+    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds"))
+    metrics = metrics | {
+        "tokens": tokens,
+        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
+        "sampler_difference": sampler_difference(rollout),
+        "kl_coef": s.kl_coef,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
+    }
+    if s.step_reward:  # equal sums of an answer's steps may still teach
+        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
+        metrics["flat_groups"] = (~teaches).float().mean()
+    for name in updates[0]:
+        total = sum(update[name] for update in updates)
+        metrics[name] = total if name == "skipped_updates" else total / len(updates)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Helpers of train_grpo: problems and random numbers of a step, evaluation
+
+def batch_of_step(parts, step, s, resampled=None):
+    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
+    B = s.prompts_per_step
+    problems = parts.problems
+    key = (s.seed, step)
+    # Every epoch has a new order; the few problems that do not fill a step are left out.
+    epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
+    order = reward.shuffled(problems, seeded(s.seed, 0, epoch))
+    order = order[k * B:(k + 1) * B]
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    if resampled is not None:
+        key = (s.seed, "resample", step)
+        others = reward.shuffled(problems, seeded(*key))
+        others = [problem for problem in others if problem not in order]
+        # No problem comes again before all others have come. There are twice as many as needed,
+        # because one rank may have to draw a group more than another.
+        order = (others + order) * (2 * s.max_resample)
+        mine = [rank() + world() * k for k in resampled]
+    batch = make_batch(parts.tokenizer, order, mine, key, s)
+    batch.step = step
+    return batch
+
+
+def make_batch(tokenizer, problems, places, key, s):
+    """The problems at these places -> Batch; their random numbers follow from key and place."""
+    chosen = [problems[j] for j in places]
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
+
+
+def seeded(*key, device="cpu"):
+    """A random generator that follows from these numbers and words alone."""
+    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
+    return torch.Generator(device).manual_seed(number_of(key))
+
+
+def number_of(value):
+    """A number of 63 bits that follows from what is printed of a value."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def update_reference(parts, rollout, step, s):
+    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
+    if not s.renew_reference:
+        return {}
+    reward_model = parts.reward_model
+    if reward_model:  # keep pairs of this step's answers: the same on every rank
+        rows = sum(from_all_ranks(rollout.judged), [])
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+    if step % s.renew_reference:
+        return {}
+    parts.ref_model.load_state_dict(parts.policy_model.state_dict())
+    metrics = {"reference_renewed": 1.0}
+    if reward_model:  # every rank takes the same steps on the same pairs
+        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
+    return metrics
+
+
+def adapt_kl_coef(run, s):
+    """--kl-band: this step's beta, by the metrics of the last step."""
+    if s.kl_band and run.history:
+        last = run.history[-1]
+        s.kl_coef = last["kl_coef"]
+        if last["approx_kl"] is not None:  # else the step was skipped
+            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
+
+
+def set_learning_rate(optimizer, step, s):
+    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
+    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
+    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
+    decaying = max(s.steps - s.warmup_steps, 1)
+    left = min(1.0, (s.steps - step + 1) / decaying)
+    lr *= LR_SCHEDULES[s.lr_schedule](left)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
+
+    A signal to the run breaks it off: then some problems were not asked.
+    """
+    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    policy = sampling_model(parts.policy_model)
+    mine = share_of_rank(len(parts.eval_problems))
+    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
+    rows = []
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if run and run.signal:
+            break
+        key = s.seed, "evaluation"
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
+        rollout, _ = answers_and_rewards(policy, parts, batch, s)
+        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
+    rows = sum(from_all_ranks(rows), [])
+    metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
+    if parts.reward_of:
+        for name in reward_names(rows):
+            metrics[f"eval_{name}"] = float(column(rows, name).nanmean())
+    return metrics, rows
+
+
+def evaluate_if_due(run, parts, s):
+    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
+
+    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
+    """
+    # Scores of other problems or rewards get another number: they never compete.
+    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
+    eval_id = number_of(asked)
+    steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
+    is_turn = not steps or run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
+    if run.step in steps or not is_turn:
+        return
+    scores, rows = evaluate(parts, s, run=run)
+    if run.stopped():
+        return
+    key = {"step": run.step, "eval_id": eval_id}
+    run.append("evaluations.jsonl", *(key | row for row in rows))
+    run.log(key | scores)
+    keep_best(run, parts, s)
+
+
+# --------------------------------------------------------------------------------------------------
 # Loading: device, model, tokenizer, problems, reward. Nearly all bad input is found before a folder
 # is made.
 
 def load(s):
-    """Settings that plan_memory has completed -> the parts of a run, named below."""
+    """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
-    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
-        raise BadInput("--reward-weights: one for each --reward")
-    if s.prompts_per_step < world():
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
-    reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
@@ -862,64 +883,79 @@ def load(s):
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
-            sample.checked_config(s.reward_model)
-            reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
-                                                            s.device)
-            sample.check_loaded(report)
-        if s.renew_reference:  # else it is never trained
-            with_moments(reward_model.optimizer)
-            if not any(truths_of(problems)):
-                print0("--renew-reference: no true answer is known, so --reward-model is not "
-                       "trained: the rule orders its pairs")
-        prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
-        prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
-        reward_of = partial(reward.model_rewards, reward_model, prompt_of)
+        reward_model, reward_of = load_reward_model(s, problems)
     policy_model = shard(policy_model, s, samples=True)
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
-    return SimpleNamespace(
-        policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
-        optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
-        reward_model=reward_model)
+    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
+                 reward_of, reward_model)
+
+
+def load_reward_model(s, problems):
+    """-> the RewardModel of --reward-model and its reward_of."""
+    with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
+        sample.checked_config(s.reward_model)
+        model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, s.device)
+        sample.check_loaded(report)
+    if s.renew_reference:  # else it is never trained
+        with_moments(model.optimizer)
+        if not any(truths_of(problems)):
+            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
+                   "the rule orders its pairs")
+    prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
+    prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
+    return model, partial(reward.model_rewards, model, prompt_of)
+
+
+def check_values(s):
+    """BadInput: a folder that is in use, or values that cannot be used."""
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
+    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    if in_use and not s.resume:
+        raise BadInput(f"--output {s.output}: is in use; name another, or continue its run with "
+                       "--resume")
+    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
+        raise BadInput("--reward-weights: one for each --reward")
+    if s.overlong_buffer > s.answer_tokens:
+        raise BadInput(f"--overlong-buffer {s.overlong_buffer}: answers have at most "
+                       f"{s.answer_tokens} tokens")
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
+    if s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)):
+        raise BadInput(f"--kl-band {s.kl_band}: must be two numbers, the lower one first")
+    if not s.kl_coef and (s.kl_band or s.renew_reference):
+        raise BadInput("--kl-band, --renew-reference: need a --kl-coef above 0")
+    if s.reward_model and s.reward:
+        raise BadInput("--reward-model and --reward: only one can give the rewards")
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
 
 
 def check_combinations(s):
-    """BadInput: a folder that is in use, or flags that would train something else in silence."""
-    with blame("--system-prompt:"):
-        reward.check_escapes(json.dumps(s.system_prompt))
-    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
+    """BadInput: flags that would train something else in silence."""
     variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
     own = s.reward or s.reward_model or s.reply
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
-    for clash, line in [
-        (in_use and not s.resume,
-         f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (s.against and not s.eval_only, "--against: needs --eval-only"),
-        (s.plain and (world() > 1 or variants),
-         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
-        (not s.kl_coef and (s.kl_band or s.renew_reference),
-         "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
-         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
-        (s.kl_band and s.aggregate == "constant",
-         "--kl-band: needs a KL per token, not --aggregate constant"),
-        (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (own and (s.around_best or s.advantage == "shape"),
-         "--around-best, --advantage shape: work with the rule's reward alone"),
-        (of_parts and of_answers,
-         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
-         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
-        (sum(advantages) > 1,
-         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
-    ]:
+    clashes = {
+        "--against: needs --eval-only": s.against and not s.eval_only,
+        f"--plain: the definitions know one process, and no {' '.join(variants)}":
+            s.plain and (world() > 1 or variants),
+        "--kl-band: needs a KL per token, not --aggregate constant":
+            s.kl_band and s.aggregate == "constant",
+        "--around-best, --advantage shape: work with the rule's reward alone":
+            own and (s.around_best or s.advantage == "shape"),
+        "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+        "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
+            of_parts and of_answers,
+        "--no-scale-by-std, --step-reward, --advantage: only one of them works":
+            sum(advantages) > 1}
+    for line, clash in clashes.items():
         if clash:
             raise BadInput(line)
 
@@ -953,29 +989,27 @@ def settings_of_device(s):
     device, dtype = choose_device(s)
     with blame(f"--model {s.model}:"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
-    half = length_limit(model.config) / 2  # of the positions: the other one is the question's
+    half = length_limit(model.config) / 2  # half of the positions are for the question
     s = replace(s, device=str(device), dtype=dtype,
                 max_new_tokens=s.max_new_tokens or int(min(512, half)),
-                # The last digit of sums depends on their number.
+                # The last digit of a sum depends on the number of threads.
                 threads=s.threads or torch.get_num_threads())
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # which is fastest with what fits its cache
+    if device.type == "cpu":  # a CPU is fastest with what fits its cache
         tokens = 2048 if dtype == "bfloat16" else 1024
     s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+    # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
+    if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
     return s, model
 
 
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
+    device = "cpu" if s.has_shards else s.device
+    fast = s.fast and not s.plain
     with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(
-            s.model, s.device if s.is_whole else "cpu", s.dtype)
-        sample.set_template_arguments(tokenizer, s.template_args)
-    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
-    if model.fast:
-        logprob.use_fast_paths(model)
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
     if s.gradient_checkpointing:
         logprob.checkpoint_layers(model)
     return model, tokenizer
@@ -984,7 +1018,7 @@ def load_policy(s, name="--model"):
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = []  # which an evaluation of held-out problems does not need
+    problems = []  # an evaluation of held-out problems needs none
     if not (s.eval_only and held_out):
         problems = checked_problems("--data", s.data, tokenizer, s)
     if held_out:
@@ -1010,17 +1044,23 @@ def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    limit = length_limit(AutoConfig.from_pretrained(s.model))
+    config = AutoConfig.from_pretrained(s.model)
+    limit = length_limit(config)
     T = s.answer_tokens
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
-    unknown = []  # of each prompt how many words the tokenizer does not know
+    unknown = []  # how many words of each prompt the tokenizer does not know
+    marked = []  # one special token of each problem that holds some
 
     # Every prompt is checked now, not in the step that happens to draw it.
-    def check(problem):
+    def visit(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
+        marked.extend(sample.marks_in(tokenizer, problem)[:1])
+        if max(ids) >= config.get_text_config().vocab_size:
+            raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its tokenizer "
+                             "has more words")
         if len(ids) + T > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
                              f"the model's {limit} positions: lower --max-new-tokens or "
@@ -1028,22 +1068,30 @@ def checked_problems(name, source, tokenizer, s):
 
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, partial(with_progress, desc=f"reading {source}"))
+                                        visit, partial(with_progress, desc=f"reading {source}"))
     if any(unknown):
         print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
+    if marked:
+        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+               "template may write, and a space breaks it up: give the bare question, or messages")
     return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
 # by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
+#
+# With LoRA (Hu et al., arXiv 2106.09685) it moves factors A (R, in) and B (out, R) of every Linear
+# but the head: W = W0 + c B A, c = alpha / R. Usually the factors are a second path beside W0, and
+# are merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
     options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return with_moments(lora_optimizer(model, s, ref_model, **options))
+        return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights.items(), **options))
@@ -1052,6 +1100,16 @@ def make_optimizer(model, s, ref_model=None):
         master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
+
+
+def with_moments(optimizer):
+    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
+    for p in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[p]
+        state["step"] = torch.zeros((), device=p.device)  # where the fused kernel needs it
+        state["exp_avg"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
+    return optimizer
 
 
 @torch.no_grad()
@@ -1066,7 +1124,7 @@ def dither(weight, seed, i, device=None):
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = weight.to(device or weight.device, dtype, copy=True)
-    # Neighbours are so many float32 numbers apart: 2^16; 1 for float32.
+    # So many float32 numbers lie between neighbours: 2^16 in bfloat16, 1 in float32.
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps / torch.finfo(torch.float32).eps)
     if unit > 1:
@@ -1075,8 +1133,152 @@ def dither(weight, seed, i, device=None):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays 0
     return master
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW on float32 numbers; after each step the model's `weights` are rounded from them."""
+
+    def step(self):
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        """Round each weight to the nearest number."""
+        for weight, exact in zip(self.weights, self.exact_weights()):
+            # With --offload the masters are in pinned memory, and this copy runs by itself. They
+            # change next in step(), which first waits for gradients.
+            weight.copy_(exact, non_blocking=True)
+
+
+class MasterAdamW(RoundedAdamW):
+    """AdamW on the float32 masters of bfloat16 weights.
+
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
+    """
+
+    def __init__(self, masters, weights, **options):
+        super().__init__(masters.items(), **options)
+        self.masters = list(masters.values())
+        self.weights = weights
+        self.grads = []
+        if self.masters[0].device != weights[0].device:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
+        for weight in weights:
+            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
+            # float32, so the others are added to it in float32.
+            weight.grad_dtype = None  # or torch would refuse another dtype
+            weight.register_post_accumulate_grad_hook(to_float32)
+
+    def exact_weights(self):
+        return self.masters
+
+    def step(self):
+        for i, weight in enumerate(self.weights):
+            grad = weight.grad
+            if self.grads and grad is not None:
+                grad = self.grads[i].copy_(grad)
+            self.masters[i].grad = grad
+        super().step()
+
+    def zero_grad(self):
+        super().zero_grad()
+        for weight in self.weights:
+            weight.grad = None
+
+
+def to_float32(weight):
+    """Its gradient, in float32 from now on."""
+    weight.grad = weight.grad.float()
+
+
+class LoraAdamW(RoundedAdamW):
+    """AdamW on the factors of FactoredLinears, {name: module}."""
+
+    def __init__(self, linears, **options):
+        self.linears = linears
+        self.weights = [linear.weight for linear in linears.values()]
+        self.factors = {}  # under their names in PEFT
+        for name, linear in linears.items():
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
+        super().__init__(self.factors.items(), **options)
+
+    def exact_weights(self):
+        """Of each Linear W0 + c B A, (out, in), in float32, one after the other."""
+        for linear in self.linears.values():
+            W0 = linear.first()
+            yield W0.addmm_(linear.B, linear.A, alpha=linear.c)
+
+
+def factored_linears(model, s, ref_model):
+    """Put a FactoredLinear in the place of every Linear but the head -> {name: module}.
+
+    All else is frozen, also other matrices, as those of experts.
+    """
+    head = model.get_output_embeddings()
+    # A class derived from Linear has a forward of its own: a router returns two tensors.
+    linears = {name: module for name, module in model.named_modules()
+               if type(module) is torch.nn.Linear and module is not head}
+    if not linears:
+        raise BadInput(f"--lora-rank: {model.config.model_type} models have no Linear but the head")
+    model.requires_grad_(False)
+    for i, (name, linear) in enumerate(linears.items()):
+        device = linear.weight.device
+        if ref_model and not s.renew_reference:  # then the reference keeps the first weights
+            W0 = ref_model.get_submodule(name).weight
+        else:
+            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
+        first = partial(dither, W0, s.seed, i, device)
+        generator = seeded(s.seed, "lora", i)
+        linears[name] = FactoredLinear(linear, first, s, generator)
+        model.set_submodule(name, linears[name])
+    return linears
+
+
+class FactoredLinear(torch.nn.Linear):
+    """A Linear that hands the gradient of its weight on to factors; first() makes W0 in float32."""
+
+    def __init__(self, linear, first, s, generator):
+        n_out, n_in = linear.weight.shape
+        super().__init__(n_in, n_out, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.first = first
+        # PEFT begins with the same distribution. B is 0: the first W is W0.
+        R = s.lora_rank
+        device = linear.weight.device
+        A = 2 * torch.rand(R, n_in, generator=generator) - 1
+        A /= n_in ** 0.5
+        self.A = A.to(device).requires_grad_()                                         # (R, in)
+        self.B = torch.zeros(n_out, R, device=device, requires_grad=True)              # (out, R)
+        self.c = (s.lora_alpha or 2 * R) / R
+
+    def forward(self, x):
+        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
+
+
+class FactoredProduct(torch.autograd.Function):
+    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+
+    @staticmethod
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
+        ctx.save_for_backward(x, W, A, B)
+        ctx.c = c
+        return torch.nn.functional.linear(x, W, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ W                                                                    # (..., in)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
+        dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
+        dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
+        dA, dB = ctx.c * dA.to(A), ctx.c * dB.to(B)
+        return dx, None, None, dA, dB, None
 
 
 def finished_gradients(optimizer):
@@ -1091,33 +1293,27 @@ def finished_gradients(optimizer):
     return tensors
 
 
-def lora_optimizer(model, s, ref_model, **options):
-    """AdamW on LoRA's factors: see logprob.py."""
-    with blame("--lora-rank:"):
-        linears = logprob.linears_of(model)
-    model.requires_grad_(False)
-    for i, (name, linear) in enumerate(linears.items()):
-        device = linear.weight.device
-        if ref_model and not s.renew_reference:  # which keeps the first weights
-            W0 = ref_model.get_submodule(name).weight
-        else:
-            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        logprob.add_factors(linear, partial(dither, W0, s.seed, i, device), s.lora_rank,
-                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
-    return LoraAdamW(linears, **options)
-
-
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": s.model,
+        "r": s.lora_rank,
+        "lora_alpha": s.lora_alpha or 2 * s.lora_rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in optimizer.linears})}
     with run.replacing("adapter") as new:
-        optimizer.save(new, s.model)
+        new.mkdir()
+        save_file(optimizer.factors, new / "adapter_model.safetensors")
+        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
-# it, and more time: on a GPU a run takes the first of the four ways that fits.
+# Memory, by a rule of thumb and before anything is loaded. Checkpointing and offload save memory
+# and cost time: on a GPU each is turned on if a step would not fit without it.
 
-PROMPT = 256  # tokens of a prompt that the count assumes
+PROMPT = 256  # tokens of a prompt that the rule assumes
+REST = 3  # GB for logits, keys and values
 ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
           "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
 
@@ -1125,98 +1321,67 @@ ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --off
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, rows, fits in counted_ways(s):
-        need = rows["in all"] / 1e9  # of the last way least
-        if fits or s.eval_only:  # an evaluation has no step
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
-                   + ", with --offload" * way.offload
-                   + ", with --gradient-checkpointing" * way.gradient_checkpointing)
-            return way
-    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
-                   f"be free (details: --dry-run); {ADVICE}")
-
-
-def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
+    check_values(s)
     s, model = settings_of_device(s)
-    free = math.inf  # a CPU's memory is not counted
-    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    # A CPU's memory is not counted, and an evaluation has no step.
+    if s.device.startswith("cuda") and not s.eval_only:
+        fit_gpu(s, model)
+    return s
+
+
+def fit_gpu(s, model):
+    """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = (s.dry_run - 1) * 2**30
-    elif s.device.startswith("cuda"):
+    else:
         free, _ = torch.cuda.mem_get_info()
-    for offload, again in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
-            way = replace(s, offload=offload, gradient_checkpointing=again)
-            rows = memory(way, model)
-            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-            yield way, rows, rows["in all"] < 0.9 * free
-
-
-def memory(s, model):
-    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
-    config = model.config.get_text_config()
+    room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
+    n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
-    n = model.num_parameters()
-    held = trained = n if s.is_whole else n // world()  # by one process
-    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
-    # twice as many where queries and keys have norms.
-    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
-    numbers = sum(sum(W.shape) for W in matrices)
-    has_norms = any("q_norm" in name for name, _ in model.named_modules())
-    activations = numbers * (2 if has_norms else 4 / 3)
-    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
-        layers = config.num_hidden_layers
-        activations = activations / layers + layers * config.hidden_size
+    part = n / world() if s.has_shards else n
+    weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
+    # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
+    # weights, which a reference has.
+    training = 16 * part
     if s.lora_rank:
-        trained = s.lora_rank * numbers  # the factors
-    # With --offload masters and moments are in host memory.
-    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
-    answers = s.prompts_per_step * s.group_size // world()
-    rows = {
-        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
-        # or the first weights, which LoRA needs
-        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
-        "gradients": 4 * trained,
-        "masters": adamw * (size < 4),
-        "moments": 2 * adamw,
-        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
-        "kept for the backward pass": activations * s.micro_batch_tokens * size,
-        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
-    return rows | {"in all": sum(rows.values())}
-
-
-def keys_and_values(config):
-    """How many numbers a model caches of a token."""
-    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * key_heads * width
-
-
-def print_memory(s):
-    """--dry-run: print the count of each way, in GB."""
-    ways, counts, fit = zip(*counted_ways(s))
-    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
-    table = {flag_of(name): [getattr(way, name) for way in ways]
-             for name in ("offload", "gradient_checkpointing")}
-    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
-    for what, cells in (table | {"fits": fit}).items():
-        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
-    if not any(fit):
-        print0(ADVICE)
+        training = 0 if s.kl_coef else weights
+    # Each row of a matrix keeps 1.6 numbers of a token; most layers can keep their input alone.
+    kept = 1.6 * n / model.config.get_text_config().hidden_size * s.micro_batch_tokens * size
+    if s.offload is None:
+        s.offload = weights + training + kept / 10 > room
+    if s.offload:
+        training /= 4  # the gradients stay
+    if s.gradient_checkpointing is None:
+        s.gradient_checkpointing = weights + training + kept > room
+    if s.gradient_checkpointing:
+        kept /= 10
+    need = weights + training + kept
+    if s.dry_run is not None:
+        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
+               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
+               f"in all               {need + REST:5.1f} GB")
+    told = f"a step needs some {need + REST:.3g} GB"
+    if need > room:
+        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
+    print0(f"memory    {told}" + ", with --offload" * s.offload
+           + ", with --gradient-checkpointing" * s.gradient_checkpointing)
 
 
 # --------------------------------------------------------------------------------------------------
 # Several GPUs (torchrun), by torch's FSDP2: every rank holds a shard of the weights and of their
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
+# What torchrun tells, read once: a user's reward may set these for a judge of its own.
+RANK, WORLD_SIZE = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+
+
 def rank():
-    return int(os.environ.get("RANK") or 0)  # torchrun sets it
+    return int(RANK or 0)
 
 
 def world():
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return int(WORLD_SIZE or 1)
 
 
 @blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
@@ -1225,6 +1390,8 @@ def join_ranks(s):
         raise ValueError(f"rank {rank()} of {world()}")
     if world() == 1:
         return
+    from datetime import timedelta
+
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -1249,7 +1416,7 @@ def leave_ranks(status):
 
 def end_rank(fault):
     """Print this rank's fault, and end without waiting for others."""
-    if "gloo/transport" in fault:  # it has one of its own, or was killed
+    if "gloo/transport" in fault:  # the other rank tells its own fault, or was killed
         fault = "lost its connection to another rank"
     print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
     os._exit(2)  # sys.exit() would wait for collectives
@@ -1301,7 +1468,7 @@ def shard_of(tensor):
 
 def shard(model, s, samples=False):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
-    if s.is_whole:
+    if not s.has_shards:
         return model
     from torch.distributed import fsdp
 
@@ -1309,7 +1476,7 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = deepcopy(model, room).to(device)  # by vars(): no submodule
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1336,8 +1503,9 @@ def sampling_model(model):
 # A run: its state, and its folder
 
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
-# Of a group in samples.jsonl; most groups have the first three alone
-TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
+RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
+# Of a group in samples.jsonl; most groups have the first two alone
+TENSORS = "finished advantages input_ids labels old_logprobs".split()
 
 
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
@@ -1366,33 +1534,29 @@ if hasattr(os, "register_at_fork"):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    # In a checkpoint; what the logs hold is read from them
-    SAVED = "pending is_due log_sizes pairs command".split()
+    # These are in a checkpoint. What the logs hold is read from them.
+    SAVED = "step pairs command origin".split()
 
-    is_due = True  # whether the pending step is to be evaluated
-    is_whole = True  # no weight has moved since the last step that is done
-    command = ""  # the one that began the run; none if Python did
+    step = 0  # the last step that is done
+    saved_step = None  # the step of the checkpoint
+    is_mid_step = False  # a weight has moved since then
+    command = ""  # what began the run; empty if Python did
+    origin = None  # what it began with, see origin_of
     resume_command = ""  # set once there is something to resume
     name = ""
     folder = None  # of rank 0, see claim_folder()
     signal = 0
-    answer = ""  # the last of the step
+    answer = ""  # the last answer of the last step
 
     def __init__(self):
-        self.pending = {"step": 0}  # the metrics of a step, until they are logged
-        self.history = []  # the lines of metrics.jsonl
-        self.log_sizes = dict.fromkeys(LOGS, 0)  # in bytes, up to the last step that is done
+        self.history = []  # the lines of metrics.jsonl: those of steps,
+        self.evaluations = []  # and those of evaluations
         self.pairs = [], []  # a reward model's, when it is saved
-
-    @property
-    def step(self):
-        """The last step that is done."""
-        return (self.pending or self.history[-1])["step"]
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
-        model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
-        begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # a second has several
+        model = Path(re.sub("/(final|best)$", "", s.model))  # RUN/final is named after RUN
+        begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # two in one second
         name = s.output or f"runs/{model.name}-{begun}"
         self.folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
@@ -1429,55 +1593,46 @@ class Run:
     def stopped(self):
         """The signal to any rank, which stops all of them; 0 if there was none."""
         number = max(from_all_ranks(self.signal))
-        if number:  # else one may have come meanwhile, which counts the next time
+        if number:  # a signal that comes just now counts the next time
             self.signal = number
         return number
 
-    def hold(self, metrics, is_due):
-        """A step is done. Its metrics wait for its evaluation, if that is due, and for the log."""
-        self.pending, self.is_due, self.is_whole = metrics, is_due, True
-        self.measure_logs()
-
-    def measure_logs(self):
-        """Note how long the logs are: a resumed run cuts off what comes later."""
-        for name in LOGS:
-            if self.folder and (self.folder / name).exists():
-                self.log_sizes[name] = (self.folder / name).stat().st_size
-
     def log(self, metrics):
-        """Write a line of metrics, with a warning if they show a known failure."""
-        metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
-                   for name, value in metrics.items()}
-        self.history.append(metrics)
-        # The first line is that of the start; and one warning is enough.
-        if "loss" in metrics and not self.curve("warning"):
-            if symptom := symptoms(self.history[1:], self.answer):
-                metrics["warning"] = symptom
-                print0(f"step {metrics['step']}: {symptom}", sys.stderr)
-        self.append("metrics.jsonl", metrics)
-        self.measure_logs()
-        self.pending = None
-        if all(row.get("skipped_updates") for row in self.history[-10:]):  # step 0 has none
+        """Write the line of a step or of an evaluation; a step's warns of a known failure."""
+        line = {name: finite(value) for name, value in metrics.items()}
+        is_step = "eval_id" not in line
+        if is_step:
+            recent = [*self.history[-RECENT:], line]
+            symptom = symptoms(recent, self.answer)
+            if symptom and not any("warning" in row for row in recent):  # one is enough
+                line["warning"] = symptom
+                print0(f"step {line['step']}: {symptom}", sys.stderr)
+        self.append("metrics.jsonl", line)
+        (self.history if is_step else self.evaluations).append(line)
+        self.step, self.is_mid_step = line["step"], False
+        skipped = sum(row.get("skipped_updates", 0) > 0 for row in self.history[-10:])
+        if is_step and skipped == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
 
-    def curve(self, name):
-        """A metric over the steps: (step, value), without steps that lack it or have null.
+    def curve(self, name, n=0):
+        """A metric over all steps, or over the last n: (step, value)s, without those of null.
 
         Of evaluations only those that asked what the last one asked: others cannot be compared.
         """
-        rows = [row for row in self.history if row.get(name) is not None]
+        rows = self.history[-n:]
         if name.startswith("eval_"):
-            last = [row["eval_id"] for row in self.history if "eval_id" in row][-1:]
-            rows = [row for row in rows if row["eval_id"] in last]
-        return [(row["step"], row[name]) for row in rows]
+            rows = [row for row in self.evaluations[-n:]
+                    if row["eval_id"] == self.evaluations[-1]["eval_id"]]
+        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
     def first_and_last(self):
         """The answers of the first and of the last evaluation of the same problems, see row_of."""
+        points = self.curve("eval_id")
         rows = self.records("evaluations.jsonl")
-        steps = [step for step, _ in self.curve("eval_id")]
-        return [[row for row in rows if row["step"] == step] for step in (steps[0], steps[-1])]
+        return [[row for row in rows if (row["step"], row["eval_id"]) == point]
+                for point in (points[0], points[-1])]
 
     def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
@@ -1491,7 +1646,9 @@ class Run:
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
             # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and step.bit_count() == 1
-            for name in TENSORS if is_shown else TENSORS[:3]:
+            for name, values in {"rewards": group.rewards, **(group.reward_parts or {})}.items():
+                record[name] = list(map(finite, values.tolist()))
+            for name in TENSORS if is_shown else TENSORS[:2]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
@@ -1505,18 +1662,28 @@ class Run:
         with open(Path(self.name, name)) as log:
             return list(map(json.loads, log))
 
+    def read_metrics(self):
+        """Know what metrics.jsonl says."""
+        for line in self.records("metrics.jsonl"):
+            (self.evaluations if "eval_id" in line else self.history).append(line)
+
     @contextmanager
     def replacing(self, name):
         """Yields a path beside the file or folder; what is complete there replaces the old one."""
         new = self.folder / f"{name}.new"
         shutil.rmtree(new, ignore_errors=True)  # a kill may have left half a folder
         yield new
-        if new.is_dir():  # no folder that has files can be replaced
+        if new.is_dir():  # os.replace cannot replace a folder that has files
             shutil.rmtree(self.folder / name, ignore_errors=True)
         else:
             with open(new, "rb+") as file:
                 os.fsync(file.fileno())
         os.replace(new, self.folder / name)
+
+
+def finite(number):
+    """The number, or None for NaN and Infinity, which JSON lacks."""
+    return number if math.isfinite(number) else None
 
 
 def on_host(run, tensors):
@@ -1532,7 +1699,7 @@ def on_host(run, tensors):
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens, and that knows its step."""
     weights = model.state_dict()
-    for tied in model.all_tied_weights_keys:  # say the head, if it is the embedding: written once
+    for tied in model.all_tied_weights_keys:  # a head that is the embedding is written once
         weights.pop(tied, None)
     whole = on_host(run, weights)
     if run.folder:
@@ -1549,14 +1716,14 @@ def keep_best(run, parts, s):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.folder:  # after a kill: it is of a step that the log has no more
+    elif run.folder:  # after a kill best/ may be of a step that the log has lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint is a moment after a step: all tensors that training moves, Run's few counters, and
-# the lengths of the logs. To go on is to load it and to cut the logs to these lengths. All else, as
-# problems, random numbers and learning rate, follows from the step and the settings.
+# A checkpoint is a moment after a step: all tensors that training moves, and Run's few counters.
+# To go on is to load it and to cut off what was logged after that step. All else, as problems,
+# random numbers and learning rate, follows from the step and the settings.
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -1581,10 +1748,15 @@ def checkpoint_tensors(parts, s):
 
 @torch.no_grad()
 def save_checkpoint(run, parts, s):
-    """Write one safetensors file and move it over the old one. BadInput: a weight is not finite."""
+    """Write one safetensors file and move it over the old one, unless that is of this step.
+
+    BadInput: a weight is not finite.
+    """
+    if run.saved_step == run.step:
+        return
     if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
-        raise BadInput(f"after step {run.step} weights are not finite: --lr or --weight-decay may "
-                       "be too large")
+        cause = "--lr or --weight-decay may be too large" if run.step else "so --model has them"
+        raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
     if run.folder:
         if parts.reward_model:
@@ -1595,19 +1767,20 @@ def save_checkpoint(run, parts, s):
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing(CHECKPOINT) as new:
             save_file(whole, new)
+    run.saved_step = run.step
 
 
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
-    """Restore what the checkpoint holds, and cut off what was logged after it."""
+    """Restore what the checkpoint holds."""
     path = Path(run.name, CHECKPOINT)
-    command = run.command  # of today
+    command = run.command  # today's
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
-        # A name in one of the two alone: a resumed run would lose it, or lacks it.
+        # A name that only one of the two has would be lost, or is lacking.
         if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         vars(run).update(counters)
@@ -1622,146 +1795,35 @@ def load_checkpoint(run, parts, s):
     if parts.reward_model:
         parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
-        parts.optimizer.round()  # the weights are still those of the start
+        parts.optimizer.round()  # the model still has the weights of the start
+    run.saved_step = run.step
+
+
+def load_logs(run):
+    """Know what the logs say up to the checkpoint, and cut off what comes later."""
     with blame(f"--resume: a log in {run.name} is not whole:"):
         on_rank_0(cut_logs, run)
-        run.history = run.records("metrics.jsonl")
-    keep_best(run, parts, s)
+        run.read_metrics()
+        if run.step and [line["step"] for line in run.history[-1:]] != [run.step]:
+            raise ValueError(f"metrics.jsonl has no line of step {run.step}")
 
 
 def cut_logs(run):
-    """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
-    for name, size in run.log_sizes.items():
-        mode = "rb+" if size else "ab"  # one that has lines must be there
-        with open(run.folder / name, mode) as log:
-            log.truncate(min(size, log.seek(0, os.SEEK_END)))
+    """Keep in the logs the lines of steps and evaluations that metrics.jsonl has up to this step.
 
-
-# --------------------------------------------------------------------------------------------------
-# The program: parse, load, open the folder, train, save, report
-
-def main(argv=None):
-    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
-    run = Run()
-    words = sys.argv[1:] if argv is None else argv
-    run.command = shlex.join(["train.py", *map(str, words)])
-    try:
-        settings = parse(words)
-        if settings.dry_run is not None:
-            print_memory(settings)
-            return 0
-        join_ranks(settings)
-        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
-        parts = load(settings)
-        status = 0
-        if settings.eval_only:
-            print_figures(parts, settings)
-        elif settings.plain:
-            plain_grpo(parts, settings)
-        elif settings.trace:
-            print_trace(parts, settings)
-        else:
-            status = train(parts, settings, run)
-        leave_ranks(status)
-        return status
-    except Exception as error:
-        fault = line_of(error)
-        if run.resume_command:
-            fault = fault and f"{fault}; continue with: {run.resume_command}"
-            error.add_note(f"continue with: {run.resume_command} (--no-fast takes no fast paths)")
-        if world() > 1:
-            end_rank(fault or traceback.format_exc())
-        if not fault:
-            raise
-    print(f"train.py: {fault}", file=sys.stderr)
-    return 2
-
-
-def line_of(error):
-    """The line for an error that its user can mend, or that no program can; "" for others."""
-    if isinstance(error, BadInput):
-        return str(error)
-    if out_of_memory(error):
-        return f"out of memory; {ADVICE}"
-    if re.search("No space left|quota exceeded|File too large", str(error)):
-        return f"the disk is full, or a file may not grow: {one_line(error)}"
-    return ""
-
-
-def train(parts, s, run):
-    """A run from its folder to its final/ -> exit status."""
-    run.name = on_rank_0(run.claim_folder, s)
-    begin(run, parts, s)
-    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_whole", False))
-    try:
-        # From here on a signal lets the step end; until here there was nothing to save.
-        with run.stopping_on_signals():
-            train_grpo(parts, s, run)
-    except Exception:
-        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
-        # costs those since the last checkpoint.
-        if run.is_whole and world() == 1:
-            save_checkpoint(run, parts, s)
-        raise
-    if run.pending or run.step < s.steps:
-        save_checkpoint(run, parts, s)
-        print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + run.signal
-    save_folder(parts.policy_model, parts.tokenizer, run, "final")
-    if s.lora_rank and run.folder:
-        save_adapter(run, parts.optimizer, s)
-    if s.renew_reference and parts.reward_model:  # training has changed it
-        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    on_rank_0(print_story, run)
-    return 0
-
-
-def begin(run, parts, s):
-    """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    if s.resume:
-        load_checkpoint(run, parts, s)
-    else:
-        save_checkpoint(run, parts, s)
-    if run.folder:  # last: where there are settings, there is a checkpoint
-        settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
-        with run.replacing("config.json") as new:
-            new.write_text(json.dumps(settings, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
-    print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
-           f"processes: {world()}; settings of {s.config or 'the command line'}\n"
-           f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
-           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
-           f"{s.group_size} answers to each of {s.prompts_per_step} problems")
-
-
-def survive_closing(stream):
-    """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
-    def write_now(text):
-        try:
-            write(text)
-            stream.flush()
-        except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-    write = stream.write
-    stream.write = write_now
-    stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
-
-
-def print0(line, file=None):
-    """Rank 0 prints the line, above the progress bars."""
-    if rank() == 0:
-        with tqdm.external_write_mode(file):
-            print(line, file=file, flush=True)
-
-
-def command(program, *flags):
-    """The command to type into a shell, in any folder."""
-    # sys.executable: outside its virtual environment a bare `python` would not find torch.
-    start = [sys.executable]
-    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
-        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
-    return shlex.join([*start, str(HERE / program), *flags])
+    After a kill there may be later ones, half a line, and answers of half an evaluation.
+    """
+    for name in LOGS:
+        path = run.folder / name
+        if run.step == 0:
+            path.touch()  # the kill may have come before its first line
+        lines = path.read_text().splitlines(keepends=True)
+        lines = [line for line in lines if line.endswith("\n")]
+        keys = [(row["step"], row.get("eval_id")) for row in map(json.loads, lines)]
+        if name == "metrics.jsonl":  # it is the first of LOGS
+            logged = {key for key in keys if key[0] <= run.step}
+        with run.replacing(name) as new:
+            new.write_text("".join(line for line, key in zip(lines, keys) if key in logged))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1786,24 +1848,25 @@ gradient_coefficient   mean gradient coefficient
 grad_norm              gradient norm
 truncated_fraction     answers cut at the limit
 clip_fraction          clipped tokens""".splitlines())
-SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
+SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # their names in row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
 clip_fraction_high ratio_mean sampler_difference eval_id""".split()
 
 
-def curves_of(run):
-    """What the metrics say: a list of (metric, its title, (step, value)s).
+def curves_of(run, n=0):
+    """What the metrics of all steps say, or of the last n: (metric, its title, (step, value)s)s.
 
     Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
     steps or more, because those of one step are few, and there are at most 40 points.
     """
-    rewards = [name for name in run.history[-1] if "reward/" in name]
-    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
+    last = [name for line in run.evaluations[-1:] + run.history[-1:] for name in line]
+    rewards = [name for name in last if "reward/" in name]
+    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *last]
     curves = []
     for metric in dict.fromkeys(names):
-        points = run.curve(metric)
-        # Beside a score, what is 0 throughout says nothing.
+        points = run.curve(metric, n)
+        # A curve that is 0 throughout says nothing beside a score.
         is_shown = not curves or metric in rewards or any(value for _, value in points)
         if points and is_shown and metric not in NOT_SHOWN:
             width = len(points)
@@ -1811,7 +1874,8 @@ def curves_of(run):
                 width, _ = points_and_steps(width)
             rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
             means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
-            curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
+            title = TITLES.get(metric, metric.replace("eval_", "held-out "))
+            curves.append((metric, title, means.T.tolist()))
     return curves
 
 
@@ -1831,7 +1895,7 @@ def best_step(run):
 def update_bar(bar, run):
     """Show where the first six curves have come to."""
     bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
-                     for _, title, points in curves_of(run)[:6]})
+                     for _, title, points in curves_of(run, RECENT)[:6]}, refresh=False)
     bar.update()
 
 
@@ -1846,14 +1910,15 @@ def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     first, last = run.first_and_last()
     before, after = example_of(first, last)
-    print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
+    print0("\nof the held-out problems the one that gained most\n"
+           f"question  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
     _, n = points_and_steps(run.step)
     print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
-        if metric in SCORES:
-            print0(f"{'':33}{compared(first, last, SCORES[metric])}")
+        if "eval_" in metric:
+            print0(f"{'':33}{change_of(metric, first, last)}")
     further = "--resume", run.name, "--steps", str(2 * run.step)
     print0("")
     if os.path.exists(f"{run.name}/best"):
@@ -1861,6 +1926,13 @@ def print_story(run):
     print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
            f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"train it further     {command('train.py', *further)}")
+
+
+def change_of(metric, first, last):
+    """What became of a held-out score between two evaluations, in words."""
+    name = SCORES.get(metric, metric.removeprefix("eval_"))
+    part, total = ((column(last, x) - column(first, x)).nanmean() for x in (name, "reward"))
+    return compared(first, last, name) + "; it fell while the sum rose" * bool(part < 0 < total)
 
 
 def small_curve(points):
@@ -1873,11 +1945,129 @@ def small_curve(points):
 
 
 # --------------------------------------------------------------------------------------------------
+# Figures of an evaluation, and of two that asked the same
+
+def row_of(rollout, n):
+    """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
+    problem = rollout.problems[n]
+    row = {"problem": problem["question"], "truth": truth_in_words(problem),
+           "answer": rollout.responses[n]}
+    for name, values in {"reward": rollout.rewards, **(rollout.reward_parts or {})}.items():
+        row[name] = finite(float(values[n]))
+    if row["reward"] is None:  # no reward applies: the answer is in no figure
+        return row
+    row |= {"tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+    by_rule = float(rollout.rule_rewards[n])
+    if not math.isnan(by_rule):
+        row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
+        if row["boxed"] and not row["cut"]:
+            row["right of boxed and uncut"] = row["right"]
+    return row
+
+
+def reward_names(rows):
+    """Of the rows of an evaluation: "reward", and where it is a sum each "reward/NAME"."""
+    names = [name for row in rows[:1] for name in row if name.startswith("reward")]
+    return names if len(names) > 2 else names[:1]
+
+
+def column(rows, name):
+    """What these rows hold under a name, (n,) float64, NaN where they lack it."""
+    values = [row.get(name) for row in rows]
+    known = [math.nan if value is None else value for value in values]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def compared(before, after, name):
+    """Two policies on the same problems, by a column of their rows -> a line.
+
+    After ± stands the standard error over the problems; p is that of `sign_test`.
+    """
+    old = column(before, name)
+    new = column(after, name)
+    gained = int((new > old).sum())
+    lost = int((new < old).sum())
+    if gained == lost == 0:
+        return f"{with_error(old)}, no change"
+    p = sign_test(gained, lost)
+    shown = "< 0.001" if p < 0.001 else f"= {p:.3f}"
+    return (f"{with_error(old)} → {with_error(new)}, difference {with_error(new - old)}: "
+            f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
+
+
+def with_error(values, group_size=1):
+    """The mean ± its standard error. That is 0 where all values are 0 or all are 1, as if other
+    problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
+    """
+    mean, error, B = mean_and_error(values, group_size)
+    if not error < 1e-9:  # the error of a single problem is NaN
+        return f"{mean:.3f} ± {error:.3f}"
+    if mean not in (0, 1):
+        return f"{mean:.3f}, all equal"
+    edge = 3.84 / (B + 3.84)                             # 3.84 = 1.96²
+    return f"{mean:.3f} [{max(mean - edge, 0):.3g}, {min(mean + edge, 1):.3g}]"
+
+
+def mean_and_error(values, group_size=1):
+    """The mean over B problems of values (B * group_size,), its standard error, and B.
+
+    The error is the std of the problems' own means (by B - 1), divided by sqrt(B): how far the mean
+    of other problems would lie; NaN for one problem. A NaN does not apply: a problem of these alone
+    is not counted.
+    """
+    means = values.view(-1, group_size).nanmean(dim=1)                   # (B,)
+    means = means[~means.isnan()]
+    mean = means.mean()
+    B = len(means)
+    error = (means - mean).norm() / math.sqrt(B * (B - 1))
+    return mean, error, B
+
+
+def sign_test(gained, lost):
+    """The exact two-sided p: how often a fair coin splits so many changes at least as unevenly."""
+    n = gained + lost
+    fewer = min(gained, lost)
+    tail = sum(math.comb(n, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings. A healthy run passes through many odd states, so only a reward in trouble is told.
+
+def symptoms(history, answer=""):
+    """Metrics of the steps so far, an answer -> one line with its number, or ""."""
+    def mean_of_all(name):
+        return float(column(history, name).mean())
+
+    if history[-1]["reward_mean"] is None:
+        return "the reward was None (does not apply) for all answers: nothing can be learned"
+    n = len(history)
+    rewards = column(history, "reward_mean")
+    rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
+    rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): means of ten steps
+    best, now = rewards.max(), rewards[-1]
+    spread = column(history, "reward_std").nan_to_num().max()
+    # All rewards were equal from the first step on, and moved nothing.
+    if n >= 3 and spread + best - rewards.min() < 1e-6 and mean_of_all("policy_loss") == 0:
+        return (
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
+            f"{mean_of_all('format_rate'):.0%} have a \\boxed{{}}, "
+            f"{mean_of_all('truncated_fraction'):.0%} are cut, 95% have at most "
+            f"{mean_of_all('response_length_p95'):.0f} tokens; the last ends in {answer[-60:]!r}; "
+            "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")
+    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
+    if best - now > 0.5 * (spread or 1):
+        return (f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr, or a "
+                "higher --kl-band if that has raised beta")
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
 # Two flags that print and stop: --eval-only, --trace
 
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
-    if s.against:  # is there such a model? Before the first one has answered
+    if s.against:  # a model that is not there is told before the first one answers
         with blame(f"--against {s.against}:"):
             sample.checked_config(s.against)
     _, greedy = evaluate(parts, s)
@@ -1893,9 +2083,9 @@ def print_figures(parts, s):
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
-    names = ["reward", *(name for name in greedy[0] if "reward/" in name), "tokens", "cut"]
+    names = [*reward_names(greedy), "tokens", "cut"]
     by_rule = (column(greedy + rows, "boxed") > 0).any()
-    if by_rule:  # else its lines would say nothing
+    if by_rule:  # else these lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
     for name in names:
         left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
@@ -1904,12 +2094,19 @@ def print_figures(parts, s):
         for name in names:
             if name in SCORES.values():
                 print0(f"{name:25} {compared(rows, greedy, name)}")
-    if s.against or not by_rule:
+    if s.against:
         return
-    responses = [row["answer"] for row in rows]
-    figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
-    for name, value in figures.items():
-        print0(f"{name:25} {value:.4f}")
+    truths = truths_of(parts.eval_problems)
+    final = reward.groups_of([reward.extract_boxed(row["answer"]) for row in rows], G)
+    for k in range(1, G + 1):
+        if k < G and k.bit_count() > 1:
+            continue  # 1, 2, 4, 8 … G
+        for name in ["right"] * by_rule + reward_names(rows) * bool(parts.reward_of):
+            best = reward.best_of_k(column(rows, name).view(-1, G), k)
+            title = f"pass@{k}" if name == "right" else f"{name}, best of {k}"
+            print0(f"{title:25} {with_error(best)}")
+        if by_rule and None not in truths:
+            print0(f"{f'maj@{k}':25} {with_error(reward.majority_at_k(final, truths, k))}")
 
 
 def tell_differences(s):
@@ -1937,10 +2134,10 @@ def print_trace(parts, s):
            f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
-               f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
+               f"A {A[n, mask[n].int().argmax()]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
-    new, _ = all_token_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
+    new, _ = rollout_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
     old = rollout.old_logprobs
     # Without a reference (--kl-coef 0) its column repeats the old policy.
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
@@ -1964,9 +2161,168 @@ def print_trace(parts, s):
            "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
+# --------------------------------------------------------------------------------------------------
+# The program: parse, load, open the folder, train, save, report
+
+def main(argv=None):
+    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
+    run = Run()
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
+    try:
+        settings = parse(words)
+        if settings.dry_run is not None:
+            plan_memory(settings)
+            return 0
+        join_ranks(settings)
+        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
+        parts = load(settings)
+        status = 0
+        if settings.eval_only:
+            print_figures(parts, settings)
+        elif settings.plain:
+            plain_grpo(parts, settings)
+        elif settings.trace:
+            print_trace(parts, settings)
+        else:
+            status = train(parts, settings, run)
+        leave_ranks(status)
+        return status
+    except Exception as error:
+        fault = line_of(error)
+        if run.resume_command:
+            fault = fault and f"{fault}; continue with: {run.resume_command}"
+            is_fast = re.search("logprob.py|in write_answers", traceback.format_exc())
+            error.add_note(f"continue with: {run.resume_command}"
+                           + " (--no-fast takes no fast paths)" * bool(is_fast))
+        if world() > 1:
+            end_rank(fault or traceback.format_exc())
+        if not fault:
+            raise
+    print(f"train.py: {fault}", file=sys.stderr)
+    return 2
+
+
+def line_of(error):
+    """The line for an error that its user can mend, or that no program can; "" for others."""
+    if isinstance(error, BadInput):
+        return str(error)
+    if reward.out_of_memory(error):
+        return f"out of memory; {ADVICE}"
+    if re.search("No space left|quota exceeded|File too large", str(error)):
+        return f"the disk is full, or a file may not grow: {one_line(error)}"
+    return ""
+
+
+def train(parts, s, run):
+    """A run from its folder to its final/ -> exit status."""
+    run.name = on_rank_0(run.claim_folder, s)
+    if not begin(run, parts, s):
+        print0(f"already at step {run.step}: nothing to do")
+        return 0
+    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
+    try:
+        # From here on a signal lets the step end; until here there was nothing to save.
+        with run.stopping_on_signals():
+            train_grpo(parts, s, run)
+            stopped = run.stopped()
+    except Exception:
+        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
+        # costs those since the last checkpoint.
+        if not run.is_mid_step and world() == 1:
+            save_checkpoint(run, parts, s)
+        raise
+    if stopped:
+        save_checkpoint(run, parts, s)
+        print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
+        return 128 + stopped
+    save_folder(parts.policy_model, parts.tokenizer, run, "final")
+    if s.lora_rank and run.folder:
+        save_adapter(run, parts.optimizer, s)
+    if s.renew_reference and parts.reward_model:  # it has been trained further
+        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
+    on_rank_0(print_story, run)
+    return 0
+
+
+def begin(run, parts, s):
+    """Restore the checkpoint or write the first one, write the settings, print what starts.
+
+    -> whether there is a step to do; if there is none, nothing is written.
+    """
+    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+    today = run.origin = origin_of(parts, settings)
+    if s.resume:
+        load_checkpoint(run, parts, s)  # with the run's own origin
+        if run.step > s.steps:
+            return False
+        load_logs(run)
+        keep_best(run, parts, s)
+        if changed := [name for name in today if today[name] != run.origin.get(name)]:
+            print0(f"not as when the run began: {', '.join(changed)}")
+    else:
+        save_checkpoint(run, parts, s)
+    if run.folder:  # this comes last: where there are settings, there is a checkpoint
+        with run.replacing("config.json") as new:
+            new.write_text(json.dumps(settings, indent=2))
+    run.resume_command = command("train.py", "--resume", run.name)
+    weights = parts.policy_model.num_parameters()
+    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    factors = ", the factors of LoRA" * (s.lora_rank > 0)
+    print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
+           f"{world()}; settings of {s.config or 'the command line'}\n"
+           f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
+           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+           f"{s.group_size} answers to each of {s.prompts_per_step} problems")
+    return True
+
+
+def origin_of(parts, settings):
+    """What a run begins with: {flag: value}, a number for the weights and one for the problems."""
+    origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
+    bits = 0
+    for weight in parts.policy_model.parameters():
+        bits += int(whole_of(weight.detach()).view(torch.int16).sum())
+    origin["the weights of --model"] = bits  # the reference begins with them, too
+    origin["the problems of --data"] = number_of(parts.problems)
+    return origin
+
+
+def survive_closing(stream):
+    """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
+    def write_now(text):
+        if not stream.isatty():  # a bar begins each time on a line of its own
+            text = text.replace("\r", "\n").replace("\x1b[A", "")
+        try:
+            write(text)
+            stream.flush()
+        except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    write = stream.write
+    stream.write = write_now
+    stream.reconfigure(errors="replace")  # a terminal may lack some signs
+
+
+def print0(line, file=None):
+    """Rank 0 prints the line, above the progress bars."""
+    if rank() == 0:
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
+
+
+def command(program, *flags):
+    """The command to type into a shell, in any folder."""
+    # sys.executable: outside its virtual environment a bare `python` would not find torch.
+    start = [sys.executable]
+    if world() > 1 and program == "train.py":  # on several machines --nnodes is lacking
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
+    return shlex.join([*start, str(HERE / program), *flags])
+
+
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's has not, and may be none
+        if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

@@ -10,7 +10,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", "tools", "real"))]
+FOLDERS = ("helpers", "tools", "real", "stages")
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in FOLDERS)]
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ torch.set_num_threads(1)
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+def pytest_configure(config):
+    """`-m lesson` names each test, and shows the whole sentence of one that failed."""
+    config.addinivalue_line("markers", "lesson: what a plain function of one's own must do")
+    if config.option.markexpr == "lesson" and config.option.verbose == 0:
+        config.option.verbose = 2
+        config.option.tbstyle = "short"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,9 +57,10 @@ def run_here(monkeypatch, capsys):
         with pytest.raises(SystemExit) as leaving:
             runpy.run_path(str(ROOT / name), run_name="__main__")
             sys.exit(0)
-        if "logprob" in sys.modules:                      # not a copy's
-            logprob = sys.modules["logprob"]
-            logprob.AttentionInterface.register("long rows", logprob.long_row_attention)
+        if "sample" in sys.modules:                       # not a copy's
+            sample = sys.modules["sample"]
+            sample.AttentionInterface.register("fast", sample.fast_attention)
+            sample.AttentionMaskInterface.register("fast", sample.added_mask)
         out, err = capsys.readouterr()
         assert leaving.value.code == status and not (status and out), out + err
         return err if status else out

@@ -34,10 +34,10 @@ def test_every_function_of_the_tables_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--bf16", "--boxed", "--controls", "--dist", "--examples", "--help", "--kept",
-          "--max-restarts", "--measure", "--micro-batches", "--mugs", "--new-tokens", "--nnodes",
-          "--nproc-per-node", "--odds", "--only", "--picture", "--profile", "--prompts", "--real",
-          "--repeat", "--rows", "--run", "--seeds", "--shutdown-timeout", "--size",
+OTHERS = {"--all", "--ask", "--bf16", "--boxed", "--controls", "--dist", "--examples", "--help",
+          "--kept", "--max-restarts", "--measure", "--micro-batches", "--mugs", "--new-tokens",
+          "--nnodes", "--nproc-per-node", "--odds", "--only", "--picture", "--profile", "--prompts",
+          "--real", "--repeat", "--rows", "--run", "--seeds", "--shutdown-timeout", "--size",
           "--steps-per-sum", "--threads", "--words"}
 
 

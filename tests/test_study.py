@@ -1,4 +1,5 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
+import itertools
 import json
 import math
 import sys
@@ -29,7 +30,6 @@ def test_figures_of_a_run():
     assert found["std_fall"] == pytest.approx(early - late)
     assert found["clip_fraction"] == pytest.approx(0.01 * 10.5) and found["sampler_gap"] == 0.3
     assert math.isnan(found["approx_kl"])                                       # null throughout
-    assert found["length_curve"] == [10.0 + step for step in range(1, 21)]
 
 
 def test_a_run_that_never_reaches_it_is_marked():
@@ -66,7 +66,7 @@ def test_the_plan_names_what_exists(name):
         flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json",
                                  rewards=study.REWARDS)
         train.check_combinations(train.parse(flags.split()))
-        assert arm.answers in ("its own", "untrained", "worked")
+        assert arm.answers in ("its own", "untrained", "kept", "worked")
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
         assert figure in (study.OF_REAL if name == "real" else [*study.COLUMNS, *more])
@@ -105,7 +105,7 @@ def test_imitation(watched, tmp_path, label):
     own_answers = label == "online imitation"
     # From step 2 on the policy has moved, and only its own answers are as likely as when drawn.
     assert (metrics[-1]["sampler_difference"] < 1e-4) == own_answers
-    means = [(step["reward_mean"] - 0.5 * step["format_rate"]) for step in metrics]
+    means = list(map(share_right, metrics))
     assert ([step["accuracy"] for step in metrics] == pytest.approx(means)) == own_answers
     if label == "SFT":
         assert all(group["rewards"] == [1.5, 1.5] for group in groups)
@@ -114,20 +114,56 @@ def test_imitation(watched, tmp_path, label):
     assert not isinstance(train.answers_and_rewards, study.OtherAnswers)     # the exam asks its own
 
 
-def test_real_controls_are_compared_problem_by_problem():
-    def run(greedy, sampled, curve=()):
-        return {"greedy_answers": greedy, "sampled_answers": sampled, "right_curve": list(curve)}
+def test_right_answers_of_the_untrained_policy_again_and_again(watched, tmp_path):
+    """All that it draws in the run, and each of them once before one comes again."""
+    arm = study.Arm("", f"{study.IMITATION} --aggregate token", imitates=True, answers="kept")
+    drawn = study.Arm("", arm.flags, imitates=True, answers="untrained")
+    for one in (drawn, arm):
+        assert study.run_one(tmp_path, one, 0, 5) == 0
+    once, again = (metrics_in(study.folder_of(tmp_path, one, 0, 5))[1:] for one in (drawn, arm))
+    n_right = sum(round(128 * share_right(step)) for step in once)
+    assert {step["kept"] for step in again} == {n_right} and 0 < again[0]["distinct"] < n_right
+    assert all(step["reward_mean"] == 1.5 and step["flat_groups"] == 1 for step in again)
+    rows = list(itertools.islice(study.passes(7, 0), 21))
+    passes = [rows[start:start + 7] for start in (0, 7, 14)]
+    assert [sorted(some) for some in passes] == [list(range(7))] * 3 and passes[0] != passes[1]
 
-    untrained = run([[False], [False]], [[True, False], [False, False]])
-    one = run([[True], [False]], [[True, True], [False, False]], [0.25] * 10 + [0.5] * 5)
-    two = run([[True], [True]], [[True, True], [True, False]], [0.1] * 20)
-    lines = list(study.paired({"untrained": [untrained] * 2, "GRPO": [one, two], "GRPO, beta 0": [],
-                               "online imitation": [one], "self-SFT": []}))
-    assert len(lines) == 2 * 4 + 3
+
+def share_right(step):
+    """Of a step whose answers earn 0, 0.5 for a box, or 1.5."""
+    return step["reward_mean"] - 0.5 * step["format_rate"]
+
+
+def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path):
+    def run(greedy, sampled=None, curve=None):
+        return {"greedy_right": greedy, "sampled_right": sampled, "samples": sampled and 2,
+                "right_curve": curve, "cpu_seconds": None}
+
+    arms = {"untrained": [run([0, 0], [1, 0])],
+            "GRPO": [run([1, 0], [2, 0], [0.25] * 10 + [0.5] * 5), run([1, 1], [2, 1])],
+            "GRPO, beta 0": [], "online imitation": [run([1, 0], [2, 0])], "self-SFT": [],
+            "self-SFT, several passes": [], "old": [run([0, 1])]}
+    kept = {"arms": arms, "told": {"old": {"sampled": "0.9 ± 0.1"}}}
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(sys, "argv", ["study.py", f"--kept={tmp_path / 'kept.json'}"])
+    study.main()
+    out = capsys.readouterr().out
+    assert "| untrained | 1 | 0 | 0.25 | 0.5 |" in out
+    assert "| old | 1 | 0.5 | (0.9 ± 0.1) | – |" in out
+    assert "| GRPO | 2 | 0.75 ± 0.35 | 0.625 ± 0.18 | 0.75 ± 0.35 |" in out
+    lines = [line for line in out.splitlines() if line.startswith("- ")]
     assert "run 1, greedy: 0.000" in lines[0] and "→ 0.500 ±" in lines[0]
     assert "1 gained, 0 lost" in lines[0] and "0.250 ±" in lines[1] and "→ 0.500 ±" in lines[1]
-    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[7] and "→ 0.625 ±" in lines[7]
-    assert lines[8].endswith("0.25, 0.50") and lines[9].endswith("0.10, 0.10")
+    assert "GRPO, run 2, pass@2: 0.500 ±" in lines[5] and "→ 1.000" in lines[5]
+    assert "old, run 1, greedy" in lines[9] and "old, run 1, sampled" not in out
+    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[11] and "→ 0.625 ±" in lines[11]
+    assert lines[12].endswith("steps: 0.25, 0.50") and len(lines) == 13
+
+
+def test_pass_at_k_of_a_problem():
+    run = {"samples": 16, "sampled_right": [16, 1, 0]}
+    assert study.powers(run) == [1, 2, 4, 8, 16]
+    assert [study.found_by(k, run) for k in (1, 8)] == [[1, 1 / 16, 0], [1, 0.5, 0]]
 
 
 def test_one_run_end_to_end_the_others_are_kept(watched, capsys, monkeypatch, tmp_path):
@@ -136,7 +172,6 @@ def test_one_run_end_to_end_the_others_are_kept(watched, capsys, monkeypatch, tm
     folder = study.folder_of(tmp_path, arms[2], 0, 2)
     found = json.loads((folder / "figures.json").read_text())["figures"]
     assert found["sampler_gap"] > 0.01                   # sampled at 1.3, scored at 1.0
-    assert len(found["std_curve"]) == 2 and 0 < found["std_curve"][0] < 0.75
     assert 0 < found["sampled"] < 1 and 0 < found["entropy"] < 3 and abs(found["kl"]) < 0.05
     assert metrics_in(folder)[-1]["eval_accuracy"] == found["greedy"]
     for arm in arms[:2] + arms[3:]:

@@ -6,7 +6,6 @@ from checks import seeded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import logprob
 import sample
 
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -37,15 +36,11 @@ def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, dro
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=std)
     if fast:
-        logprob.use_fast_paths(model)
+        sample.make_fast(model)
     return model
 
 
-@functools.cache
-def opened(*given, **how):
-    model, tokenizer = sample.open_policy(*given, **how)
-    logprob.use_fast_paths(model)
-    return model, tokenizer
+opened = functools.cache(sample.open_policy)
 
 
 def make_tokenizer(**special):

@@ -12,7 +12,7 @@ from models import opened
 import sample
 import train
 from advantage import group_advantages
-from reward import own_reward_of
+from reward import load_rewards
 
 PROBLEMS = train.reward.load_problems(str(TINY / "train.jsonl"))  # it is trained on these
 
@@ -61,9 +61,12 @@ def whole_step(p, reward_of=lambda *_: REWARDS, **how):
 
 def updated(p, model, optimizer, rollout, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
-    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
+    old, entropy = torch.zeros(2, *rollout.mask.shape)
+    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4),
+                                  old_logprobs=old, entropy=entropy)
     given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
-    return train.update(given, rollout, dataclasses.replace(p.settings, **changes))
+    s = dataclasses.replace(p.settings, **changes)
+    return train.gradient_step(given, rollout, s, fills_old=True)
 
 
 def all_gradients(model):
@@ -108,7 +111,7 @@ def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, re
 
 
 def own_rewards(s):
-    return own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    return load_rewards(s.reward, s.reward_weights, s.step_reward)
 
 
 NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]

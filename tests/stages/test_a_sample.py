@@ -92,7 +92,7 @@ FAMILY = {
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature)[0].detach()
-    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(rollout.sampler_logprobs, expected, rtol=0, atol=atol)
 
 
 # --- The definition, and log-probs; test_families.py decodes greedily -----------------------------
@@ -101,8 +101,7 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     *((name, True, temperature, 16) for name, temperature in zip(FAMILY, 3 * [0.7, 1.8]))])
 def test_the_loop_draws_what_the_definition_draws(name, fast, temperature, T):
     """The same random numbers give the same ids; in float64, where rounding decides no tie."""
-    model = small_model(name, **FAMILY[name]).double()
-    model.fast = fast
+    model = small_model(name, fast=fast, **FAMILY[name]).double()
     u = torch.rand(4 * 3, T, dtype=torch.float64, generator=seeded(2))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
     found = sample.write_answers(model, prompts, u, temperature, ENDS)
@@ -124,8 +123,7 @@ def test_every_token_is_drawn_from_float32_logits(T):
         lambda *_: precisions.add(torch.get_float32_matmul_precision()))
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
     assert precisions == {"highest"}
-    assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
-    assert model.config._attn_implementation == "long rows"
+    assert "forward" not in vars(model.lm_head)          # its own again
     first = (rollout.labels != IGNORE).int().argmax(dim=1)
     rows = torch.arange(len(first))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
@@ -136,7 +134,7 @@ def test_every_token_is_drawn_from_float32_logits(T):
     logits = hidden[0][:, -1].double() @ model.lm_head.weight.double().T
     expected = (logits / 4.0).log_softmax(dim=-1).repeat_interleave(8, dim=0)
     expected = expected.gather(1, rollout.input_ids[rows, first][:, None])[:, 0]
-    error = (rollout.logprobs[rows, first - 1] - expected).abs().max()
+    error = (rollout.sampler_logprobs[rows, first - 1] - expected).abs().max()
     assert error < 1e-5 and logits.abs().max() > 16
 
 
@@ -162,7 +160,8 @@ def test_the_layout(model, config, ends, limit):
     config("eos_token_id", ends)
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 50, limit, 1.5, seeded())
     assert rollout.input_ids.dtype == rollout.labels.dtype == torch.long
-    assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
+    logprobs = rollout.sampler_logprobs
+    assert logprobs.dtype == torch.float32 and not logprobs.requires_grad
     longest = 0
     for n, row in enumerate(rollout.input_ids.tolist()):
         prompt = ids_of(PROMPTS[n // 50])
@@ -174,7 +173,7 @@ def test_the_layout(model, config, ends, limit):
         assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
         assert rollout.answer_ids[n] == answer
         spoken = [0] * (len(prompt) - 1) + [-1] * length + [0] * len(rest)
-        assert rollout.logprobs[n].sign().tolist() == spoken
+        assert rollout.sampler_logprobs[n].sign().tolist() == spoken
         assert bool(rollout.finished[n]) == (answer[-1] in ends)
         text = answer[:-1] if answer[-1] in ends else answer     # the end token alone is left out
         assert rollout.responses[n].split() == TOKENIZER.convert_ids_to_tokens(text)
@@ -216,7 +215,7 @@ def test_join_and_take(widths):
     same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
-    for per_token in (both.logprobs, both.entropy):
+    for per_token in (both.sampler_logprobs, both.entropy):
         assert not per_token[short, S - 1:].any()
     for name, value in vars(sample.take(b, [2, 0, 2])).items():      # in any order, more than once
         if not isinstance(value, dict) and value is not None:
@@ -316,19 +315,17 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
 
 def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
     """And --no-fast, which has no products of our own, goes on to the same answers."""
-    model = small_model("llama").bfloat16()
-    expected = sample_groups(model.float(), TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    model, slow = (small_model("llama", fast=fast).bfloat16().float() for fast in (True, False))
+    expected = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     fail = raises(TypeError("no such argument"))
     monkeypatch.setattr(sample, "packed", lambda *given: fail)
-    monkeypatch.setattr(sample, "added_mask", fail)
     for each in (model.bfloat16(), model.float()):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    model.fast = False
-    slow = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    assert slow.answer_ids == expected.answer_ids
     assert "forward" not in vars(model.lm_head)
-    assert model.config._attn_implementation == "long rows"
+    monkeypatch.setattr(sample, "added_mask", fail)
+    found = sample_groups(slow, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    assert found.answer_ids == expected.answer_ids
 
 
 # --- Variants -------------------------------------------------------------------------------------
@@ -337,10 +334,10 @@ def test_sampling_around_the_best(model, config, best, cut):
     config("eos_token_id", [END, 7, 40])
     asked = []
 
-    def rewards_of(responses):
+    def score(responses):
         asked.append(responses)
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
-    around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
+    around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), score=score,
                            best=best, cut=cut)
     [texts] = asked
     rows, answers = around.responses, around.answer_ids

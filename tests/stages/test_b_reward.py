@@ -21,11 +21,12 @@ from checks import value_error
 from files import ROOT
 from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT, SAME
 import reward
-from reward import (boxed_candidates, canonical, complete_boxes, distinct, extract_boxed,
-                    figures_of, final_answer, hold_out, is_right, length_rescaled, load_problems,
-                    majority_at_k, mean_and_error, overlong_penalty, pass_at_k, rule_reward,
-                    score_responses, sign_test, think_answer_reward, truths_of)
+from reward import (best_of_k, boxed_candidates, canonical, complete_boxes, distinct,
+                    extract_boxed, final_answer, hold_out, is_right, length_rescaled,
+                    load_problems, majority_at_k, overlong_penalty, rule_reward,
+                    score_responses, think_answer_reward, truths_of)
 from sample import words_of
+from train import mean_and_error, sign_test
 
 
 def test_by_hand():
@@ -334,9 +335,7 @@ def test_several_answers_may_be_right(tmp_path):
     # Two spellings of one number are one winner; two right answers that tie are two
     for votes, score in ((["10", "10.0", "7"], 1.0), (["10", "ten", "7", "7"], 0.0),
                          (["10", "ten"], 1.0), (["10", "ten", "7"], 2 / 3)):
-        assert majority_at_k([votes], [truth], len(votes)) == score
-    figures = figures_of([box("10"), box("ten"), box("7"), "x"], [truth], 4)
-    assert (figures["pass@1"], figures["maj@4"]) == (0.5, pytest.approx(2 / 3))
+        assert majority_at_k([votes], [truth], len(votes)).tolist() == [score]
     assert boxed_candidates([[box("11")]], [truth]) == [[(0, 0, 1.0)]]
     assert reward.truth_in_words({"answer": ""}) == "not known"
 
@@ -514,14 +513,17 @@ def test_the_sign_test_counts_all_ways_in_which_coins_fall(gained, lost):
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
-    """The mean of it over two problems."""
+def test_the_best_of_k_is_the_mean_over_all_sets_of_k(n):
+    """Of right answers, pass@k, it is the share of sets that have one; of rewards their best."""
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        correct = [True] * c + [False] * (n - c)
-        subsets = list(itertools.combinations(correct, k))
-        exact = Fraction(sum(map(any, subsets)), len(subsets))
-        assert pass_at_k([correct, [True] * n], k) == pytest.approx(float(exact + 1) / 2, abs=1e-12)
-    assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)  # no overflow
+        right = [1.0] * c + [0.0] * (n - c)
+        grades = [(7 * i % 5) / 4 - c for i in range(n)]
+        expected = [float(sum(map(max, itertools.combinations(map(Fraction, values), k)))
+                          / math.comb(n, k)) for values in (right, grades)]
+        found = best_of_k(torch.tensor([right, grades]), k)
+        assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    many = torch.arange(5000)[None] == 3
+    assert best_of_k(many, 2500).tolist() == pytest.approx([0.5])         # no overflow
 
 
 @pytest.mark.parametrize("answers, truth, k, expected", [
@@ -534,20 +536,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
     ([None, None, "7"], "7", 3, 1.0), ([None, "", " ", "$", "7"], "7", 5, 1.0),  # who votes
     ([None, "7"], "7", 1, 0.0), ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0)])
 def test_majority_at_k(answers, truth, k, expected):
-    assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
-    assert majority_at_k([["7"] * k, answers], ["8", truth], k) == pytest.approx(expected / 2)
-
-
-def test_all_figures_of_samples():
-    """None where truths are unknown."""
-    responses = [box(7), box(8), box(7), "x", *[box(9)] * 4]
-    assert figures_of(responses, ["7", None], 4) == {}
-    expected = {}
-    for k in (1, 2, 4):
-        expected[f"pass@{k}"] = pass_at_k([[True, False, True, False], [False] * 4], k)
-        expected[f"maj@{k}"] = majority_at_k([["7", "8", "7", None], ["9"] * 4], ["7", "8"], k)
-    assert figures_of(responses, ["7", "8"], 4) == expected
-    assert {"pass@4", "pass@6", "maj@6"} < figures_of(responses[:6], ["7"], 6).keys()
+    shares = majority_at_k([["7"] * k, answers], ["8", truth], k)
+    assert shares.tolist() == pytest.approx([0, expected])
 
 
 # --- Variants -------------------------------------------------------------------------------------
@@ -581,7 +571,10 @@ def test_length_rescaled_is_gr3():
     assert twice.tolist() == pytest.approx(scaled.tolist() * 2)  # lengths count inside their group
     assert length_rescaled(rewards, lengths, 3, alpha=1.0).tolist() == pytest.approx(
         [1 / 1.75, 0.5 / 2.5, 0.8 / 1.75])
-    for rewards in ([1.0, -0.1], [1.0, math.nan]):
+    unscored = length_rescaled(torch.tensor([1, math.nan, 0.5, 0.8]), torch.tensor([10, 9, 20, 10]),
+                               4)                           # as if it were not there
+    assert unscored[[0, 2, 3]].tolist() == pytest.approx(scaled.tolist()) and unscored[1].isnan()
+    for rewards in ([1.0, -0.1], [math.nan, -0.1]):
         with pytest.raises(ValueError):
             length_rescaled(torch.tensor(rewards), torch.tensor([1, 1]), 2)
 

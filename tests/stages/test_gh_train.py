@@ -42,7 +42,7 @@ def test_by_hand():
     assert gradient_of_it.norm() > 0.1                    # -(mean of A grad log pi) is not
     # [H] Fresh log-probs: what was right is now more likely, what was wrong less
     logp, _ = logprobs_on_full_logits(p.policy_model, rollout, 1.0)
-    moved = ((logp - rollout.logprobs) * rollout.mask).sum(dim=1)
+    moved = ((logp - rollout.sampler_logprobs) * rollout.mask).sum(dim=1)
     assert (moved * rollout.advantages).sum() > 0
 
 
@@ -157,7 +157,7 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, slow, rounding, fault, cor
             rollout = sample_groups(*how)
             with torch.no_grad():
                 exact, _ = token_logprobs(p.policy_model, rollout.input_ids, rollout.labels)
-            rollout.logprobs = exact + nats * rollout.mask
+            rollout.sampler_logprobs = exact + nats * rollout.mask
             return rollout
 
         try:
@@ -190,15 +190,15 @@ def measured(monkeypatch):
         mask = rollout.labels[:, 1:] != IGNORE
         with torch.no_grad():
             drawn, _ = logprobs_on_full_logits(p.policy_model, rollout, 0.8)
-            rollout.logprobs = drawn.float() * mask
+            rollout.sampler_logprobs = drawn.float() * mask
             old, entropy = logprobs_on_full_logits(p.policy_model, rollout, 0.7)
-        moments = iter([100.0, 100.0, 101.5, 102.0, 105.0])
+        moments = iter([100.0, 101.5, 102.0, 102.0, 105.0])
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
         monkeypatch.setattr(train, "check_sampler", lambda *_: None)      # another temperature
         batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
         p.sampler, p.reward_of = lambda *_: rollout, reward_of
         metrics, _ = train.train_step(p, batch, p.settings)
-        drift = (old - rollout.logprobs)[mask].abs().mean()
+        drift = (old - rollout.sampler_logprobs)[mask].abs().mean()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
 
@@ -279,10 +279,10 @@ def test_evaluation_is_its_definition():
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     run = loop(tmp_path, "--warmup-steps=4", "--eval-every=2", "--save-every=3",
                "--updates-per-rollout=1")
-    assert run.rates == [m["lr"] for m in run.history[1:]]
+    assert run.rates == [m["lr"] for m in run.history]
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
-    assert [m["step"] for m in run.history] == list(range(6))
-    assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
+    assert [m["step"] for m in run.history] == list(range(1, 6))
+    assert [m["step"] for m in run.evaluations] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
     assert [len(rows) for rows in run.first_and_last()] == [3, 3]
 
@@ -301,7 +301,7 @@ def test_every_step_asks_its_own_problems(tmp_path):
         assert prompts == rollout.prompts[::2] and len(generators) == len(prompts)
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
-    assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
+    assert run.evaluations[-1]["eval_reward"] == pytest.approx(1.0)
 
 
 def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
@@ -405,7 +405,8 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
             [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
             [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
         run.append("evaluations.jsonl", *(
-            {"step": step, "problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+            {"step": step, "eval_id": 1, "problem": f"question {x}", "answer": text,
+             "reward": earned, "truth": x}
             for x, (text, earned) in zip("1234", answers)))
         run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
     train.print_story(run)
@@ -469,9 +470,11 @@ def test_eval_only_prints_the_figures(capsys):
     assert re.search(rf"\nright +{first:.3f} {error} +{second:.3f} {error}\n", out)
     cut = f"{sum(row['cut'] for row in answers) / 32:.3f}"
     assert re.search(rf"\ncut .* {cut} {error}\n", out)
-    figures = reward.figures_of([row["answer"] for row in answers], reward.truths_of(problems), 4)
-    assert {"pass@1", "pass@2", "pass@4"} <= figures.keys()
-    assert all(re.search(rf"\n{name} +{value:.4f}\n", out) for name, value in figures.items())
+    right = train.column(answers, "right").view(8, 4)
+    for k in (1, 2, 4):
+        value = train.with_error(reward.best_of_k(right, k))
+        assert re.search(rf"\npass@{k} +{re.escape(value)}\n", out)
+        assert re.search(rf"\nmaj@{k} +0\.\d\d\d {error}\n", out)
 
 
 def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):

@@ -69,7 +69,7 @@ from reward import (  # noqa: E402
     REWARDS_BY_NAME,
     load_function,
     load_problems,
-    own_reward_of,
+    load_rewards,
     rule_reward,
 )
 
@@ -234,7 +234,7 @@ def ours(settings, policy, tokenizer, batches, job):
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s)
     loaded = memory_loaded(policy, reference)
-    paid = own_reward_of(s.reward) if s.reward else None
+    paid = load_rewards(s.reward) if s.reward else None
     steps = []
     rewards = []
 

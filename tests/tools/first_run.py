@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -30,7 +29,6 @@ from benchmark import QWEN, config_of, random_model, random_questions, word_toke
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-import logprob
 import sample
 import train
 
@@ -149,13 +147,13 @@ def updates(policy, tokenizer, s):
                             reward_of=None)
     found = []
 
-    def counted(parts, rollout, settings, update=train.update):
+    def counted(parts, rollout, settings, fills_old, step=train.gradient_step):
         with counting() as count:
-            metrics = update(parts, rollout, settings)
+            metrics = step(parts, rollout, settings, fills_old)
         found.append(dataclasses.replace(count(), rows=len(rollout.responses)))
         return metrics
 
-    with patch.object(train, "update", counted):
+    with patch.object(train, "gradient_step", counted):
         for step in (1, 2):                                  # in the first one things are made
             found.clear()
             batch = train.batch_of_step(parts, step, s)
@@ -174,14 +172,11 @@ def print_memory(layers, flags):
         # With a correction, steps are taken although random ids are not what was sampled.
         asked = train.parse([f"--model={folder}", "--sampler-correction=2", "--device=cuda:0",
                              f"--eval-data={train.TINY / 'test.jsonl'}", *flags])
-        s = train.plan_memory(asked)
-        [(_, rows, _)] = train.counted_ways(s)
+        s = train.plan_memory(asked)  # prints what it needs by the rule
     dtype = getattr(torch, s.dtype)
-    counted = rows["in all"] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
-    policy.fast = s.fast
     if s.fast:
-        logprob.use_fast_paths(policy)
+        sample.make_fast(policy)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s, reference)
     n = sum(p.numel() for p in policy.parameters())
@@ -198,9 +193,7 @@ def print_memory(layers, flags):
               f"micro-batches of {s.micro_batch_tokens} tokens")
     live, held = torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB
     total = torch.cuda.get_device_properties(0).total_memory / GB
-    print(f"counted {counted:.1f} GB, live peak {live:.1f} GB ({live / counted:.0%} of the count), "
-          f"reserved {held:.1f} GB ({held / total:.0%} of the card)")
-    print(json.dumps({what: round(number / GB, 2) for what, number in rows.items()}))
+    print(f"live peak {live:.1f} GB, reserved {held:.1f} GB ({held / total:.0%} of the card)")
 
 
 def one_step(policy, reference, optimizer, size, s):

@@ -33,7 +33,7 @@ def figures(model_folder):
 
 def metrics_of(folder):
     with open(Path(folder, "metrics.jsonl"), encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return list(map(json.loads, file))
 
 
 def print_row(seed, folder, before):
@@ -47,7 +47,7 @@ def print_row(seed, folder, before):
     sampled, worked = figures(Path(folder, "final"))
     print(f"| {seed} | {greedy[0]:.3f} | {greedy[-1]:.3f} | {before[0]:.3f} | {sampled:.3f} | "
           f"{before[1]:.3f} | {worked:.3f} | {seconds:.0f} |", flush=True)
-    return lines[1:]
+    return [line for line in lines if "loss" in line]
 
 
 def print_curve(lines):

@@ -3,6 +3,7 @@
     python tests/tools/page.py RUN        # of its final/, or if it has none yet of its best/
 """
 import html
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,9 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import sample  # noqa: E402
 import train  # noqa: E402
-from reward import compared  # noqa: E402
 from sample import words_of  # noqa: E402
-from train import SCORES, best_step, curves_of, example_of, points_and_steps  # noqa: E402
+from train import best_step, change_of, curves_of, example_of, points_and_steps  # noqa: E402
 
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -66,8 +66,10 @@ def main(folder):
     run = run_of(folder)
     for group in tinted_groups(run):
         tensors = {name: torch.tensor(group[name]) for name in train.TENSORS}
-        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
-        logprobs, _ = train.all_token_logprobs(model, answers, s)                         # (G, S-1)
+        rewards = torch.tensor([math.nan if r is None else r for r in group["rewards"]])
+        answers = sample.Rollout(**tensors, sampler_logprobs=tensors["old_logprobs"],
+                                 responses=None, rewards=rewards)
+        logprobs, _ = train.rollout_logprobs(model, answers, s)                         # (G, S-1)
         sections += section_of(group, answers, logprobs - answers.old_logprobs, tokenizer)
     page = folder / "page.html"
     page.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -83,7 +85,7 @@ def run_of(folder):
     """The Run that its folder tells of."""
     run = train.Run()
     run.name, run.folder = str(folder), folder
-    run.history, run.pending = run.records("metrics.jsonl"), None
+    run.read_metrics()
     return run
 
 
@@ -91,21 +93,19 @@ def page_of(run, sections, s):
     """The HTML of the page."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
     curves = curves_of(run)
-    steps = run.history[-1]["step"]
+    steps = run.evaluations[-1]["step"]
     figures = "".join(figure_of_curve(*curve, steps) for curve in curves)
     _, n = points_and_steps(steps)
-    metric, title, points = curves[0]
+    _, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
     rows = run.first_and_last()
     before, after = example_of(*rows)
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.folder.name)}</title>
-<style>{STYLE}</style></head><body>
+    changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
+               if metric.startswith("eval_")]
+    return document(run.folder.name, f"""
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(*rows, SCORES[metric])}</p>
+<p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
 and G = {s.group_size} answers to each; lr {s.learning_rate:g}. The best evaluation is that of step
 {best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means of the
@@ -124,7 +124,16 @@ its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
 <i style="--d:-2">less likely</i> since the policy drew them:
 <i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
 <i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
-[E]'s ratio.</p>{sections}</body></html>"""
+[E]'s ratio.</p>{sections}""")
+
+
+def document(title, body, style=""):
+    """A page of its own, which runs and loads nothing."""
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}{style}</style></head><body>{body}</body></html>"""
 
 
 def figure_of_curve(metric, title, points, last):
@@ -145,8 +154,9 @@ def figure_of_curve(metric, title, points, last):
 def section_of(group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     r = answers.rewards
-    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
-            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
+    scored = r[~r.isnan()]
+    text = (f"<section><h3>step {group['step']} <small>mean reward {scored.mean():.3g}, std "
+            f"{scored.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
             f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)

@@ -114,7 +114,8 @@ def trained(config, folder, dtype, steps):
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         (folder / "cpu_seconds").write_text(f"{seconds:.1f}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return list(map(json.loads, lines))[1:], float((folder / "cpu_seconds").read_text())
+    steps = [line for line in map(json.loads, lines) if "loss" in line]
+    return steps, float((folder / "cpu_seconds").read_text())
 
 
 def print_curves(config, output, steps):

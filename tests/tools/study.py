@@ -4,6 +4,7 @@
     python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
     python tests/tools/study.py --controls  # what part of GRPO teaches, and what must not teach
     python tests/tools/study.py --controls --real runs/smollm2-sums/config.json --steps 50
+    python tests/tools/study.py --kept tests/real/sums_smollm2.json  # what is kept of these runs
     python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
@@ -22,6 +23,8 @@ with the solutions of train.jsonl. Both take the mean over tokens, as supervised
 the mean over each answer a token of a lucky guess would weigh seven times one of a worked sum).
 `at 0.9` is of the policy's own answers there, too, which are drawn for nothing else: their seconds
 are not counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
+A step of self-SFT has no more right answers than the untrained policy gives. With several passes it
+has half a step's rows of them, out of all that this policy draws in as many steps as the run has.
 
 --real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
 share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
@@ -31,8 +34,11 @@ spreads together. "Not seen" is no proof of the contrary, on a task as small as 
 """
 
 import argparse
+import collections
 import concurrent.futures
 import copy
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -46,8 +52,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +64,7 @@ CODE = [ROOT / f"{name}.py" for name in ("sample", "reward", "advantage", "logpr
 # What is tried. The numbers in front of the claims are those of the theory's documents.
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Arm:
     label: str
     flags: str = ""
@@ -68,7 +72,8 @@ class Arm:
     from_trained: bool = False   # starts from what plain GRPO with the same seed has become
     trains: bool = True          # False: the untrained policy is examined
     imitates: bool = False       # right answers have A = 1, wrong ones 0; siblings do not count
-    answers: str = "its own"     # "untrained": that policy's; "worked": the file's own solutions
+    answers: str = "its own"     # "untrained": that policy's; "kept": its right ones, again and
+                                 # again; "worked": the file's own solutions
 
 
 # Claims: (document, figure, what it says of the arms, in words). `A > B`: the figure of A should be
@@ -76,7 +81,18 @@ class Arm:
 GRPO = Arm("GRPO")
 EVEN = "--reward {study}:even_box"
 IMITATION = "--kl-coef 0 --clip-eps 1 --clip-eps-high 1e6"    # never clipped
+TAUGHT = [                                       # by right answers, in one way or another
+    GRPO,
+    Arm("GRPO, beta 0", "--kl-coef 0"),
+    Arm("online imitation", IMITATION, imitates=True),
+    Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
+]
 REAL = "--config {real} --prompts-per-step 4"    # half the answers of the run in the README
+
+
+def with_flags(arm, flags, name=""):
+    return dataclasses.replace(arm, label=arm.label + name, flags=f"{flags} {arm.flags}".strip())
+
 
 STUDY = {
     "objectives": ("Objectives and advantages", ["flat", "std_fall"], [
@@ -168,6 +184,10 @@ STUDY = {
         ("002", "grad_norm", "resampled > as it is", "equal rewards: the gradient collapses"),
         ("000", "sampled", "resampled > as it is", "it works on what is not yet mastered"),
     ]),
+    "rates": ("Learning rates of the controls", [], [
+        with_flags(arm, f"--lr {rate}", f", {rate}")
+        for arm in TAUGHT for rate in ("1e-4", "3e-4", "6e-4", "1e-3")
+    ], []),
     "length": ("An even number in the box pays, length does not", ["length_growth", "reward"], [
         Arm("GRPO", EVEN),
         Arm("Dr. GRPO", f"{EVEN} --aggregate constant --no-scale-by-std"),
@@ -182,10 +202,7 @@ STUDY = {
     ]),
     "controls": ("Controls", [], [
         Arm("untrained", trains=False),
-        GRPO,
-        Arm("GRPO, beta 0", "--kl-coef 0"),
-        Arm("online imitation", IMITATION, imitates=True),
-        Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
+        *TAUGHT,
         Arm("SFT", f"{IMITATION} --aggregate token --prompts-per-step 64 --group-size 2",
             imitates=True, answers="worked"),
         Arm("a coin", "--reward {study}:coin"),
@@ -193,11 +210,9 @@ STUDY = {
     ], []),
     "real controls": ("Controls of sums of two operations", [], [
         Arm("untrained", "--config {real}", trains=False),
-        Arm("GRPO", "--config {real}"),
-        Arm("GRPO, beta 0", "--config {real} --kl-coef 0"),
-        Arm("online imitation", f"--config {{real}} {IMITATION}", imitates=True),
-        Arm("self-SFT", f"--config {{real}} {IMITATION} --aggregate token", imitates=True,
-            answers="untrained"),
+        *(with_flags(arm, "--config {real}") for arm in TAUGHT),
+        Arm("self-SFT, several passes", f"--config {{real}} {IMITATION} --aggregate token "
+            "--eval-every 10 --eval-limit 0", imitates=True, answers="kept"),
         Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
             "--reward {rewards}:ended {rewards}:right"),
     ], []),
@@ -305,19 +320,18 @@ def run_one(output, arm, seed, steps, real=""):
     if arm.sampled_at or arm.answers != "its own":
         train.check_sampler = lambda *_: None               # else the check would end such a run
     places = {"study": Path(__file__).resolve(), "real": real, "rewards": REWARDS}
-    argv = [part.format(**places) for part in arm.flags.split()]
+    argv = [f"--seed={seed}", f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
+            f"--output={folder}", *(part.format(**places) for part in arm.flags.split())]
     if arm.from_trained:
         # The tiny policy's own settings come with its model; another model brings none.
         argv += ["--config", str(ROOT / "tests" / "tiny" / "grpo.json"),
                  "--model", str(folder_of(output, GRPO, seed, steps) / "final")]
-    argv += [f"--seed={seed}", f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
-             f"--output={folder}"]
     status = train.main(argv)
     if status:
         return status
     seconds = time.process_time() - others.seconds
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = figures([json.loads(line) for line in lines])
+    found = figures(list(map(json.loads, lines)))
     found["cpu_seconds"] = seconds
     train.sample_groups = sample_groups
     train.answers_and_rewards = others.answer                # or the exam would ask others, too
@@ -345,16 +359,19 @@ class OtherAnswers:
     def __init__(self, train, whose, count_own):
         self.train = train
         self.answer = train.answers_and_rewards
-        self.whose = whose                                   # "untrained" or "worked"
+        self.whose = whose                                   # see Arm.answers
         self.count_own = count_own
         self.accuracy = {}
         self.seconds = 0.0
         self.untrained = None
+        self.kept = None
 
     def __call__(self, policy, parts, batch, s):
         if s.temperature == 0:                               # an evaluation
             return self.answer(policy, parts, batch, s)
         self.untrained = self.untrained or copy.deepcopy(policy)
+        if self.whose == "kept":
+            return self.kept_ones(parts, s)
         if self.whose == "worked":
             parts = SimpleNamespace(**vars(parts) | {"sampler": self.worked(batch)})
         found = self.answer(self.untrained, parts, batch, s)
@@ -367,6 +384,22 @@ class OtherAnswers:
             self.seconds += time.process_time() - start
         return found
 
+    def kept_ones(self, parts, s):
+        """Half a step's rows, all right: of what the untrained policy draws in a whole run."""
+        take = self.train.take
+        if not self.kept:
+            batches = [self.train.batch_of_step(parts, n, s) for n in range(1, s.steps + 1)]
+            drawn = [self.answer(self.untrained, parts, batch, s)[0] for batch in batches]
+            right = [take(some, (some.rewards >= 1).nonzero().flatten()) for some in drawn]
+            self.kept = functools.reduce(self.train.sample.joined, right)
+            n = len(self.kept.responses)
+            distinct = len({*zip(self.kept.prompts, self.kept.responses)})
+            self.accuracy = {"kept": n, "distinct": distinct}
+            self.order = passes(n, s.seed)
+        n_rows = s.prompts_per_step * s.group_size // 2
+        rows = list(itertools.islice(self.order, n_rows))
+        return take(self.kept, rows), collections.Counter()
+
     def worked(self, batch):
         """A sampler that gives each problem's own solution, as the tiny policy writes them."""
         def sampler(model, tokenizer, prompts, group_size, *_):
@@ -375,11 +408,18 @@ class OtherAnswers:
             for problem in batch.problems:
                 lines = problem["solution"].splitlines() + [f"\\boxed{{ {problem['answer']} }}"]
                 ids = sample.ids_of(tokenizer, " , ".join(lines) + " " + tokenizer.eos_token)
-                rows += group_size * [[(ids, [-1.0] * len(ids))]]    # log-probs nobody reads
+                rows += group_size * [(ids, [-1.0] * len(ids))]    # log-probs nobody reads
             prompt_ids = [sample.ids_of(tokenizer, prompt) for prompt in prompts]
             return sample.to_rollout(tokenizer, prompt_ids, rows,
                                      sample.end_token_ids(model, tokenizer))
         return sampler
+
+
+def passes(n, seed):
+    """0 to n - 1 without end, in a new order every time round."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(range(n), n)
 
 
 def group_std(rewards, group_size):
@@ -413,26 +453,47 @@ def exam(train, final, samples=4):
         with train.torch.no_grad():                      # of the sampled ones
             ref_logprobs, _ = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
         tokens += int(rollout.mask.sum())
-        log_pi += float(rollout.logprobs.double().sum())
+        log_pi += float(rollout.sampler_logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
     return {**{name: right[name] / rows[name] for name in rows}, "tokens": tokens / rows["sampled"],
             "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
 
 
-def real_exam(train, config, model=None, samples=8):
+def real_exam(train, config, model=None, samples=64):
     """Right answers of a model to all held-out problems of a task, greedy and sampled, pass@k."""
     given = ["--model", str(model)] if model else []
     settings = train.parse(["--eval-only", "--eval-limit=0", "--config", config, *given])
     parts = train.load(train.plan_memory(settings))
-    found = {}
+    found = {"samples": samples}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)
         right = (train.column(rows, "reward") >= 1).view(-1, n)                      # (B, n)
-        found[name] = float(right.double().mean())
-        found[f"{name}_answers"] = right.tolist()
-    for k in (2, 4, samples):
-        found[f"pass@{k}"] = train.reward.pass_at_k(right.tolist(), k)
-    return found
+        found[f"{name}_right"] = right.sum(dim=1).tolist()                           # of n
+    return rates(found)
+
+
+def rates(run):
+    """A real control's figures, from the numbers of right answers that are kept of each problem."""
+    found = {name: statistics.fmean(shares([run], name))
+             for name in ("greedy", "sampled") if run[f"{name}_right"]}
+    return run | found | {f"pass@{k}": statistics.fmean(found_by(k, run)) for k in powers(run)}
+
+
+def shares(runs, name):
+    """Of each problem the share of these runs' answers that are right."""
+    n = len(runs) * (runs[0]["samples"] if name == "sampled" else 1)
+    return [sum(counts) / n for counts in zip(*(run[f"{name}_right"] for run in runs))]
+
+
+def powers(run):
+    """1, 2, 4 … up to the number of sampled answers to a problem."""
+    return [2 ** n for n in range((run["samples"] or 0).bit_length())]
+
+
+def found_by(k, run):
+    """Of each problem the chance that one of k of its answers is right, unbiased as best_of_k."""
+    n = run["samples"]
+    return [1 - math.comb(n - c, k) / math.comb(n, k) for c in run["sampled_right"]]
 
 
 def digest():
@@ -445,7 +506,7 @@ def digest():
 
 def figures(metrics):
     """The lines of metrics.jsonl -> the figures of one run."""
-    steps = [line for line in metrics if line["step"] > 0]
+    steps = [line for line in metrics if "loss" in line]
 
     def mean(name, lines):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -456,6 +517,7 @@ def figures(metrics):
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
         "held_out": mean("eval_reward", metrics[-1:]),
+        "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
         "right": mean("reward/right", late),             # of real_reward.py, like the next
         "right_curve": [line.get("reward/right") for line in steps],
         "ended": mean("reward/ended", late),
@@ -473,8 +535,6 @@ def figures(metrics):
         "clip_fraction": mean("clip_fraction", steps),
         "sampler_gap": steps[0]["sampler_difference"],
         "reward": mean("reward_mean", late),
-        "std_curve": [line["group_std"] for line in steps],
-        "length_curve": [line["response_length_mean"] for line in steps],
     }
 
 
@@ -519,7 +579,7 @@ def verdict(figure, relation, results):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tables, charts, and the command
+# Tables, and the command
 
 COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at_09": "at 0.9",
            "length": "length", "kl": "KL", "entropy": "entropy", "cpu_seconds": "CPU s"}
@@ -538,24 +598,32 @@ OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length":
 def cell(runs, name):
     if not runs:
         return "–"
-    mean, spread = summary([run.get(name, math.nan) for run in runs])
+    values = [run.get(name) for run in runs]
+    mean, spread = summary([math.nan if value is None else value for value in values])
     if math.isnan(mean):
         return "–"
+    digits = ".3g" if mean < 1000 else ",.0f"
+    if len(runs) == 1:
+        return f"{mean:{digits}}"
     late = "≥ " if name == "at_09" and any(run["never"] for run in runs) else ""
-    return f"{late}{mean:.3g} ± {spread:.2g}"
+    return f"{late}{mean:{digits}} ± {spread:.2g}"
 
 
-def table(name, results):
-    """Markdown: the arms with their figures, then the claims with their verdicts."""
-    title, more, arms, claims = STUDY[name]
-    columns = {"real": OF_REAL, "controls": OF_CONTROLS,
+def table(name, results, told=None):
+    """Markdown: the arms with their figures, then the claims with their verdicts.
+
+    told: {arm: {figure: text}}, in brackets, where the answers behind a figure were not kept.
+    """
+    title, more, _, claims = STUDY[name]
+    columns = {"real": OF_REAL, "controls": OF_CONTROLS, "rates": OF_CONTROLS,
                "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
     columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
-    lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
-             "|" + " --- |" * (len(columns) + 1)]
-    for arm in arms:
-        cells = [cell(results[arm.label], column) for column in columns]
-        lines.append(f"| {arm.label} | " + " | ".join(cells) + " |")
+    lines = [f"\n### {title}\n", "| | seeds | " + " | ".join(columns.values()) + " |",
+             "|" + " --- |" * (len(columns) + 2)]
+    for label, runs in results.items():
+        texts = (told or {}).get(label, {})
+        cells = [f"({texts[name]})" if name in texts else cell(runs, name) for name in columns]
+        lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
     if not claims:
         return "\n".join(lines)
     lines += ["", "| document | what it says | so | seen? |", "| --- | --- | --- | --- |"]
@@ -565,29 +633,6 @@ def table(name, results):
     return "\n".join(lines)
 
 
-def chart(title, axis, curves, every=5):
-    """A mermaid chart of means over `every` steps; each curve is a list of runs, averaged."""
-    means = [[statistics.fmean(step) for step in zip(*runs)] for runs in curves]
-    starts = range(0, len(means[0]), every)
-    points = [[statistics.fmean(mean[start:start + every]) for start in starts] for mean in means]
-    top = max(max(line) for line in points)
-    steps = ", ".join(str(min(start + every, len(means[0]))) for start in starts)
-    lines = ["    line [" + ", ".join(f"{p:.3g}" for p in line) + "]" for line in points]
-    return "\n".join(["\n```mermaid", "xychart-beta", f'    title "{title}"',
-                      f'    x-axis "up to step" [{steps}]',
-                      f'    y-axis "{axis}" 0 --> {top * 1.1:.2g}', *lines, "```"])
-
-
-def charts(name, results):
-    if name == "objectives" and results["GRPO"]:
-        yield chart("std of the rewards inside the groups, GRPO", "std",
-                    [[run["std_curve"] for run in results["GRPO"]]])
-    labels = ("GRPO", "Dr. GRPO", "GR3")
-    if name == "length" and all(results[label] for label in labels):
-        yield chart("tokens per answer where longer pays nothing: " + ", ".join(labels), "tokens",
-                    [[run["length_curve"] for run in results[label]] for label in labels])
-
-
 def each_seed(results):
     """The two accuracies of each seed: a mean of controls hides how far apart they end."""
     for label, runs in results.items():
@@ -595,32 +640,41 @@ def each_seed(results):
         yield f"- {label}: greedy {next(both)}; sampled {next(both)}"
 
 
-def shares(runs, name):
-    """Of each problem the share of these runs' answers that are right, as an evaluation's rows."""
-    answers = zip(*(run[f"{name}_answers"] for run in runs))
-    return [{"right": statistics.fmean(sum(of_problem, []))} for of_problem in answers]
-
-
 def paired(results):
     """The real controls problem by problem, and the curves of what a policy drew itself."""
     sys.path.insert(0, str(ROOT))
-    from reward import compared
+    from train import compared
+
+    def line(before, after):
+        return compared([{"right": x} for x in before], [{"right": x} for x in after], "right")
+
     untrained = results["untrained"][:1]
     pairs = [(f"untrained → {label}, run {n}", untrained, [run])
              for label, runs in results.items() if label != "untrained"
              for n, run in enumerate(runs, 1)]
-    pairs += [(f"online imitation → {label}, all runs", results["online imitation"], results[label])
-              for label in ("GRPO", "GRPO, beta 0")]
+    pairs += [(f"{one} → {other}, all runs", results[one], results[other])
+              for one, other in [("online imitation", "GRPO"), ("online imitation", "GRPO, beta 0"),
+                                 ("self-SFT", "self-SFT, several passes")]]
     for title, before, after in pairs:
-        if before and after:
-            for name in ("greedy", "sampled"):
-                line = compared(shares(before, name), shares(after, name), "right")
-                yield f"- {title}, {name}: {line}"
+        for name in ("greedy", "sampled"):
+            if before and after and all(run[f"{name}_right"] for run in before + after):
+                yield f"- {title}, {name}: {line(shares(before, name), shares(after, name))}"
+        if len(before + after) == 2:
+            for k in min(powers(before[0]), powers(after[0]), key=len)[1:]:
+                compared_at_k = line(found_by(k, before[0]), found_by(k, after[0]))
+                yield f"- {title}, pass@{k}: {compared_at_k}"
     for label, runs in results.items():
-        for run in runs if label not in ("untrained", "self-SFT") else []:
-            tens = [run["right_curve"][start:start + 10] for start in range(0, 50, 10)]
-            means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens if ten)
-            yield f"- {label}: right answers, means of ten steps: {means}"
+        for run in runs:
+            curve, held_out = (run.get(name) or [] for name in ("right_curve", "held_out_curve"))
+            tens = [statistics.fmean(curve[n:n + 10]) for n in range(0, len(curve), 10)]
+            if tens and "SFT" not in label:
+                yield f"- {label}: right answers, means of ten steps: {in_words(tens)}"
+            if len(held_out) > 2:
+                yield f"- {label}: held-out reward of each evaluation: {in_words(held_out)}"
+
+
+def in_words(numbers):
+    return ", ".join(f"{number:.2f}" for number in numbers)
 
 
 def seconds_of(arm, steps):
@@ -662,6 +716,7 @@ def main():
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
     parser.add_argument("--controls", action="store_true", help="their table")
+    parser.add_argument("--kept", type=Path, help="a file: prints the real controls kept in it")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
     parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
@@ -671,6 +726,11 @@ def main():
     if args.run:
         arm = Arm(**json.loads(args.run))
         sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
+    if args.kept:
+        kept = json.loads(args.kept.read_text())
+        results = {label: list(map(rates, runs)) for label, runs in kept["arms"].items()}
+        print(table("real controls", results, kept["told"]), *paired(results), sep="\n")
+        return
     if args.real or args.controls:
         args.only = [" ".join(["real"] * bool(args.real) + ["controls"] * args.controls)]
     n_seeds = 2 if args.real else 5
@@ -706,8 +766,9 @@ def main():
             missing += len(args.seeds) - len(runs)
             other_code += sum(run["code"] != digest() for run in runs)
             results[arm.label] = [run["figures"] for run in runs]
-        more = {"controls": each_seed, "real controls": paired}.get(name, partial(charts, name))
-        print(table(name, results), *more(results), sep="\n", flush=True)
+        more = {"controls": each_seed, "rates": each_seed, "real controls": paired}.get(name)
+        lines = more(results) if more else []
+        print(table(name, results), *lines, sep="\n", flush=True)
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)

@@ -78,11 +78,11 @@ def flash_on_cpu(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", sorted(logprob.FAST))
+@pytest.mark.parametrize("name", sorted(sample.FAST))
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
     """Each family of the list, with fused norms, and long rows as flash attention takes them."""
     model, plain = copy.deepcopy(family(name)), family(name, fast=False)
-    assert logprob.is_fast(model)
+    assert sample.is_fast(model, "long rows")
     run = []                                             # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
@@ -108,13 +108,13 @@ def test_greedy_answers(name):
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     for prompts, fast in ((PROMPTS, True), (ALIKE, True), (PROMPTS, False)):
         model = family(name, fast=fast)
-        model.fast = fast
         rollout = sample.sample_groups(model, tokenizer, prompts, 1, 5, temperature=0)
         with torch.no_grad():
             logits = model(rollout.input_ids, use_cache=False).logits[:, :-1]
         same(logits.argmax(dim=2)[rollout.mask], rollout.input_ids[:, 1:][rollout.mask])
         logp = logits.log_softmax(dim=2).gather(2, rollout.input_ids[:, 1:, None])[:, :, 0]
-        torch.testing.assert_close(rollout.logprobs, logp.where(rollout.mask, 0), rtol=0, atol=1e-4)
+        torch.testing.assert_close(rollout.sampler_logprobs, logp.where(rollout.mask, 0), rtol=0,
+                                   atol=1e-4)
         for row, finished in zip(rollout.answer_ids, rollout.finished):
             assert finished == (SHAPE["eos_token_id"] in row) and (finished or len(row) == 5)
 

@@ -44,7 +44,7 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    return reward.open_reward_model(MODEL, 1e-3, "cpu")[0]
+    return reward.open_reward_model(MODEL, 1e-3, "cpu")
 
 
 # --- The iteration --------------------------------------------------------------------------------

@@ -172,6 +172,16 @@ def test_an_adapter_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     assert len(list((tmp_path / "adapter").iterdir())) == 2
 
 
+def test_a_linear_with_a_forward_of_its_own_is_no_linear():
+    """As the routers of Llama 4 and PhiMoE: they return two tensors."""
+    model = small_model("qwen2")
+    model.model.router = type("Router", (torch.nn.Linear,), {})(32, 4)
+    optimizer = train.make_optimizer(model, train.parse(["--lora-rank=4"]))
+    assert type(model.model.router).__name__ == "Router" and not any(
+        "router" in name for name in optimizer.factors)
+
+
+
 def test_a_model_without_linears_is_refused():
     model = small_model("gpt2")
     with pytest.raises(train.BadInput, match="--lora-rank: gpt2 models have no Linear"):

@@ -69,7 +69,7 @@ def test_shapley_shares_arrive():
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    rows = [[(row, [-1.0] * len(row))] for row in rows]
+    rows = [(row, [-1.0] * len(row)) for row in rows]
     rollout = sample.to_rollout(p.tokenizer, [prompt], rows, [1])
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     p.sampler = lambda *_: rollout

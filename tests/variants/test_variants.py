@@ -26,7 +26,8 @@ def mixed_rollout(p):
                             seeded(3))
     rollout.finished = torch.arange(8) % 3 > 0
     if p.settings.sampler_correction:
-        rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
+        noise = torch.randn(rollout.mask.shape, generator=seeded())
+        rollout.sampler_logprobs += rollout.mask * noise
     first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.problems)
     rollout.responses = [first, "\\boxed{-1}", "none", first, "\\boxed{-1}", second, "none", "no"]
     return rollout
@@ -77,7 +78,7 @@ def by_hand(p, rollout, flags):
         logp, _ = logprobs_on_full_logits(model, rollout, s.temperature)
         rows = rows[mask[rows].any(dim=1)]                # a masked row is as if it were not there
         if s.sampler_correction:
-            how["sampler_logprobs"] = rollout.logprobs.double()[rows]
+            how["sampler_logprobs"] = rollout.sampler_logprobs.double()[rows]
         loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if s.kl_coef else None,
                                   advantages[rows], mask[rows], **how)
         grads = torch.autograd.grad(loss, [*model.parameters()])
@@ -170,9 +171,9 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, mixed_rollout(p), [])["skipped_updates"] == 4  # one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
-    rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
     first, second = train.mini_batches(rollout, settings("--group-size=2", "--minibatches=2"))
-    same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
+    drawn = rollout.sampler_logprobs
+    same([first.sampler_logprobs, second.sampler_logprobs], [drawn[:6], drawn[6:]])
 
 
 def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
@@ -181,7 +182,7 @@ def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
     H = rollout.entropy
     same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
     p = parts("--advantage=gtpo", "--max-new-tokens=12", "--reward=rule")
-    _, rollout, _ = whole_step(p, reward.own_reward_of(["rule"]))
+    _, rollout, _ = whole_step(p, reward.load_rewards(["rule"]))
     r, H = rollout.rewards, rollout.entropy
     assert 0.5 in r                                       # a box that holds something else
     same(rollout.advantages, gtpo_advantages(r, H, rollout.mask, 4, r == 1.5))
@@ -265,7 +266,7 @@ def test_rounds_of_resampling():
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------
 def test_the_kl_is_0_right_after_the_reference_was_renewed(tmp_path):
     run = loop(tmp_path, "--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
-    kl = [abs(metrics["approx_kl"]) for metrics in run.history[1:]]
+    kl = [abs(metrics["approx_kl"]) for metrics in run.history]
     assert [value < 1e-9 for value in kl] == [False, False, True, False, True]
 
 
@@ -273,15 +274,17 @@ def test_beta_follows_the_band(tmp_path):
     run = loop(tmp_path, "--kl-band", "0.0001", "0.0002", "--kl-coef=0.02",
                "--updates-per-rollout=1")
     beta = 0.02
-    for metrics in run.history[1:]:
+    for metrics in run.history:
         assert metrics["kl_coef"] == pytest.approx(beta)
         penalty = metrics["loss"] - metrics["policy_loss"]    # and it is the beta that the loss has
         assert penalty == pytest.approx(beta * metrics["approx_kl"], rel=1e-3)
         beta = next_kl_coef(beta, metrics["approx_kl"], 0.0001, 0.0002)
     assert beta != 0.02
     s = settings("--kl-band", "0.1", "0.2", "--kl-coef=0.5")
-    for last, kept in (({"step": 0}, 0.5), ({"approx_kl": None, "kl_coef": 0.3}, 0.3)):  # skipped
-        train.adapt_kl_coef(last, s)
+    run = train.Run()
+    for lines, kept in (([], 0.5), ([{"approx_kl": None, "kl_coef": 0.3}], 0.3)):  # skipped
+        run.history = lines
+        train.adapt_kl_coef(run, s)
         assert s.kl_coef == kept
 
 

@@ -18,7 +18,7 @@ FLAGS = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new
     (sample, "chat_prompt", ""),
     (reward, "read_problem", ""), (reward, "is_equal", "--reward rule"), (advantage, "is_flat", ""),
     (logprob, "token_logprobs", ""), (loss, "kl_estimate", ""), (train, "backward", ""),
-    (train, "memory", ""), (train, "curves_of", "")])
+    (train, "make_optimizer", ""), (train, "curves_of", "")])
 def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     # a function that stands in that file and names what is not defined
     code = compile("def function(*given, **how):\n    return not_defined", module.__file__, "exec")

@@ -24,7 +24,7 @@ import reward
 import sample
 import train
 from advantage import gdpo_advantages, is_flat
-from reward import own_reward_of
+from reward import load_rewards
 
 
 def box(answer):
@@ -62,7 +62,7 @@ def scored(monkeypatch, tmp_path):
 
     def score(function, rollout=None):
         monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
-        reward_of = own_reward_of(["f.py:f"])
+        reward_of = load_rewards(["f.py:f"])
         return reward_of(rollout or spoken(*FOUR))
     return score
 
@@ -89,25 +89,25 @@ def test_the_rewards_that_apply_are_summed():
     prompts = [train.chat_prompt(tokenizer, problem, "") for problem in ASKED]
     rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8), prompts=prompts)
     specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
-    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(rollout)
+    rewards = load_rewards(specs, [10.0, 1.0, 100.0, 1000.0])(rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
                      "two": [-1.0, -1.0, 2.0, 2.0]}
     assert not hasattr(rollout, "step_rewards")
-    assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
+    assert load_rewards(None) is load_rewards([]) is load_rewards(None, [1.0]) is None
     problems = [{"answer": answer} for answer in ("7", "", [])]
     rollout = spoken(*[box(7)] * 3, problems=problems)
-    rewards = own_reward_of(["rule"])(rollout)  # None where no truth is known
+    rewards = load_rewards(["rule"])(rollout)  # None where no truth is known
     assert rewards.tolist() == [1.5, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
     rollout = spoken(box(7), "x", problems=ASKED[:1])  # the sums of steps train, not the rule
-    rewards = own_reward_of(None, None, f"{MINE}:steps")(rollout)
+    rewards = load_rewards(None, None, f"{MINE}:steps")(rollout)
     assert rewards.tolist() == [3.0, 4.0]
     assert list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
     specs = f"{MINE}:one", "rule", f"{MINE}:rule"
-    own_reward_of(specs)(rollout)      # each has a name of its own
+    load_rewards(specs)(rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "rule", f"{MINE}:rule"]
 
 
@@ -200,8 +200,10 @@ def gives(*values):
     (gives(1, 2, 3, 1j), "complex"),
     (gives(1, torch.ones(2), 3, 4), "element"), (lambda completions: [], "[], not 4 rewards"),
     (lambda **columns: 1.0, "1.0]"), (lambda **columns: torch.tensor(1.0), "not 4 rewards"),
-    (lambda **columns: None, "None], not 4 rewards"),
-    (lambda **columns: "ten", "'n'], not 4")])
+    (lambda **columns: None, "None], not 4 rewards"), (lambda **columns: "1010", "1010"),
+    (lambda **columns: {1: 1, 2: 2, 3: 3, 4: 4}, "not 4 rewards"),
+    (lambda **columns: {1, 2, 3, 4}, "not 4 rewards"),
+    (lambda **columns: "ten", "['ten'], not 4")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     """In one line, which says what it is called with."""
     with value_error(f"^--reward f.*{re.escape(reason)}.*"):
@@ -226,7 +228,7 @@ def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
     file = tmp_path / "f.py"
     write(file, "def steps(completions, **columns):\n    return [[1.0] for _ in completions]")
     with value_error("^--step-reward .* float"):
-        own_reward_of(None, None, f"{file}:steps")(spoken(*FOUR))
+        load_rewards(None, None, f"{file}:steps")(spoken(*FOUR))
 
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
@@ -241,9 +243,9 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
     write(tmp_path / "broken.py", "\n1 / 0")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
     with value_error(f"^{flag} {spec}: .*{re.escape(reason)}"):
-        own_reward_of(*given)
+        load_rewards(*given)
     with pytest.raises(ZeroDivisionError):
-        own_reward_of(["broken.py:f"])
+        load_rewards(["broken.py:f"])
 
 
 @pytest.mark.parametrize("name", ["reward", "time"])
@@ -283,7 +285,7 @@ def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
     """)
     for _ in range(2):  # a run after a run begins anew
         rollout = spoken("a", "ab", "abc", "")
-        own_reward_of([f"{spec}:first", f"{spec}:second"])(rollout)
+        load_rewards([f"{spec}:first", f"{spec}:second"])(rollout)
         found = [part.tolist() for part in rollout.reward_parts.values()]
         assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
     for module in (reward, time, train, loss):
@@ -303,7 +305,7 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
                     for text, ids in zip(completions, completion_ids)]
     """)
     rollout = spoken(*FOUR)
-    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(rollout)
+    rewards = load_rewards([f"{spec}:greedy", f"{spec}:score"])(rollout)
     assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
     assert rollout.responses == FOUR
 
@@ -396,7 +398,7 @@ def test_each_reward_has_its_mean(tmp_path):
     assert m["reward/never"] is None
     assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
     run = run_in(folder)
-    run.history = metrics_of(folder)
+    run.read_metrics()
     shown = {name for name, *_ in train.curves_of(run)}
     assert "reward/of_level" in shown and "reward/never" not in shown
     total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
@@ -453,7 +455,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
     assert tool[1:] == [str(ROOT / "tests" / "tools" / "page.py"), str(folder)]
     shown = page.main(tool[2]).read_text(encoding="utf-8")
     run = run_in(folder)
-    run.history = metrics_of(folder)
+    run.read_metrics()
     titles = [title for _, title, _ in train.curves_of(run)]
     assert titles[0] == "held-out reward" and {"sampled reward", "gradient norm"} < {*titles}
     for _, title, points in train.curves_of(run):         # the same numbers here and on the page

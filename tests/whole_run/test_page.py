@@ -112,7 +112,7 @@ def test_a_bar_points_the_way_of_its_advantage():
 def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
     p, run = parts(), run_in(tmp_path)
     rollout = rollout_of(p)
-    rollout.old_logprobs = rollout.logprobs
+    rollout.old_logprobs = rollout.sampler_logprobs
     rollout.problems = [problem for problem in p.problems for _ in range(4)]
     rollout.prompts = [prompt for prompt in p.prompts for _ in range(4)]
     for step, teaches in enumerate(
@@ -150,7 +150,9 @@ def test_a_curve_between_its_axes():
 def test_which_curves_are_shown():
     """Means of five steps; what says nothing is left out, and what is new has its own name."""
     def curves(*history):
-        run.history = [{"step": step, **metrics} for step, metrics in enumerate(history)]
+        lines = [{"step": step, **metrics} for step, metrics in enumerate(history)]
+        run.evaluations = [line for line in lines if "eval_id" in line]
+        run.history = [line for line in lines if "eval_id" not in line]
         return {name: points for name, _, points in train.curves_of(run)}
 
     run = train.Run()
@@ -159,7 +161,7 @@ def test_which_curves_are_shown():
                     "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
     assert [*shown] == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
     for n, first, last, many in ((20, 2, 17, 4), (2, 0, 1, 2), (1, 0, 0, 1), (1000, 12, 987, 40)):
-        points = curves({}, *({"grad_norm": float(i)} for i in range(n)))["grad_norm"]
+        points = curves(*({"grad_norm": float(i)} for i in range(n)))["grad_norm"]
         assert (points[0][1], points[-1][1], len(points)) == (first, last, many)
 
 
@@ -192,13 +194,13 @@ def test_what_a_model_wrote_is_text(folder):
 
 def test_the_bar_shows_the_last_evaluation_and_the_last_step(tmp_path):
     run = run_in(tmp_path)
-    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None, "eval_id": 1},
-                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1,
-                    "eval_id": 1},
+    run.evaluations = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None, "eval_id": 1},
+                       {"step": 1, "eval_accuracy": 0.5, "eval_id": 1}]
+    run.history = [{"step": 1, "reward_mean": 0.75, "approx_kl": 0.1},
                    {"step": 2, "reward_mean": 1.0, "approx_kl": None, "tokens": 7, "entropy": 2.0}]
     bar = Mock()
     train.update_bar(bar, run)
-    run.history[2]["skipped_updates"] = 3
+    run.history[1]["skipped_updates"] = 3
     train.update_bar(bar, run)
     shown = {"held-out accuracy": 0.5, "sampled reward": 1, "KL to the reference": 0.1,
              "entropy": 2}

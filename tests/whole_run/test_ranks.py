@@ -86,12 +86,13 @@ def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
     folder = tmp_path / "run"
     done = begin("train.py", *FLAGS, f"--output={folder}", ranks=2, FAULT="SIGTERM", FAULT_AT="3")()
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
-    assert counters_of(folder)["pending"]["step"] == 2
+    assert counters_of(folder)["step"] == 2
     trains(f"--resume={folder}")
     assert_same_run(folder, one)
 
 
-STAGES = ("load_data", "save_checkpoint", "sampling_model", "update", "evaluate", "leave_ranks")
+STAGES = ("load_data", "save_checkpoint", "sampling_model", "gradient_step", "evaluate",
+          "leave_ranks")
 fork = multiprocessing.get_context("fork")
 
 
@@ -220,7 +221,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     for options in ((), ("--no-fast",)):
         p = parts("--micro-batch-tokens=60", *options)
         last = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
-        logp, entropy = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)
+        logp, entropy = train.micro_batch_logprobs(p.policy_model, rollout, *last, p.settings, True)
         logp.sum().backward()                             # runs through every layer
         assert logp.tolist() == entropy.tolist() == [[0]]
         assert all(not weight.grad.any() for weight in p.policy_model.parameters())

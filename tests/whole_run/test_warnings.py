@@ -1,9 +1,12 @@
 """Warnings: each known failure is provoked, and nothing is said of a healthy run."""
 import copy
 import re
+import time
+from unittest.mock import Mock
 import pytest
 from files import FEW, SHORT, metrics_of
 from runs import trains
+from steps import run_in
 import train
 
 
@@ -55,3 +58,21 @@ def test_a_warning_is_told_once(tmp_path, capsys):
     # The checkpoint knows what was told.
     trains("--resume", tmp_path, "--steps=8")
     assert not any("warning" in m for m in metrics_of(tmp_path)[5:])
+
+
+def test_a_step_late_in_a_long_run_costs_what_an_early_one_does(tmp_path):
+    """CPU seconds of what is logged and shown beside train_step, after 100 steps and 20,000."""
+    def seconds(n):
+        run = run_in(tmp_path / str(n))
+        run.folder.mkdir()
+        run.history = [{"step": step, **history(1)[0]} for step in range(n)]
+        run.evaluations = [{"step": 0, "eval_id": 1, "eval_accuracy": 0.5}]
+        spent = []
+        for step in range(n, n + 20):
+            begun = time.process_time()
+            run.log({"step": step, **history(1)[0]})
+            train.update_bar(Mock(), run)
+            spent.append(time.process_time() - begun)
+        return min(spent)
+
+    assert seconds(20_000) < 2 * seconds(100)
