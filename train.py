@@ -27,6 +27,7 @@ from pathlib import Path
 
 # What torch and tqdm read when they are imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large blocks on a CPU in huge pages
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # of bfloat16 products: half a MB for each shape
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # likewise
 if "microsoft" not in platform.release():  # CUDA's blocks may grow, not on WSL 2 (pytorch 192330)
@@ -44,12 +45,11 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, std_of
 from advantage import plain_advantages, process_advantages
-from logprob import plain_logprobs, token_logprobs
+from logprob import checkpoint_layers, cut_rows, has_long_rows, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import HERE, BadInput, blame, is_right, score_responses, truth_in_words, truths_of
@@ -638,8 +638,7 @@ def rollout_logprobs(model, rollout, s, measure=True):
 
 def micro_batches(model, rollout, s):
     """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
-    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
-                            logprob.has_long_rows(model))
+    cuts = cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens, has_long_rows(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
@@ -1011,7 +1010,7 @@ def load_policy(s, name="--model"):
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
     if s.gradient_checkpointing:
-        logprob.checkpoint_layers(model)
+        checkpoint_layers(model)
     return model, tokenizer
 
 
