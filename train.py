@@ -872,6 +872,8 @@ def evaluate_if_due(run, parts, s):
 def load(s):
     """Settings that plan_memory has completed -> the Parts of a run."""
     torch.set_num_threads(s.threads)
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -922,8 +924,6 @@ def check_values(s):
     if s.overlong_buffer > s.answer_tokens:
         raise BadInput(f"--overlong-buffer {s.overlong_buffer}: answers have at most "
                        f"{s.answer_tokens} tokens")
-    if s.prompts_per_step < world():
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     if s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)):
         raise BadInput(f"--kl-band {s.kl_band}: must be two numbers, the lower one first")
     if not s.kl_coef and (s.kl_band or s.renew_reference):
@@ -2038,7 +2038,7 @@ def symptoms(history, answer=""):
     def mean_of_all(name):
         return float(column(history, name).mean())
 
-    if history[-1]["reward_mean"] is None:
+    if history[-1].get("reward_mean", 0) is None:
         return "the reward was None (does not apply) for all answers: nothing can be learned"
     n = len(history)
     rewards = column(history, "reward_mean")
