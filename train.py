@@ -2194,7 +2194,7 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            is_fast = re.search("logprob.py|in (write_answers|backward)", traceback.format_exc())
+            is_fast = re.search(r"logprob.py|in write_answers|loss.backward", traceback.format_exc())
             error.add_note(f"continue with: {run.resume_command}"
                            + " (--no-fast takes no fast paths)" * bool(is_fast))
         if world() > 1:
