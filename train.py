@@ -2194,9 +2194,10 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            is_fast = re.search(r"logprob.py|in write_answers|loss.backward", traceback.format_exc())
+            fast_paths = "logprob.py|in write_answers|loss.backward"
+            is_fast = bool(re.search(fast_paths, traceback.format_exc()))
             error.add_note(f"continue with: {run.resume_command}"
-                           + " (--no-fast takes no fast paths)" * bool(is_fast))
+                           + " (--no-fast takes no fast paths)" * is_fast)
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:

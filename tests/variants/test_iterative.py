@@ -184,7 +184,7 @@ def test_step_rewards_reach_the_gradient():
     # Curves, flat groups and best/ are those of the sums of the steps
     sums = [float(sum(reward for _, reward in row)) for row in steps]
     assert rollout.rewards.tolist() == sums
-    same(rollout.reward_parts["rule"].float(), rollout.rule_rewards)
+    same(rollout.reward_parts["reward/rule"].float(), rollout.rule_rewards)
     teaches = [bool(A[rows].any()) for rows in (slice(4), slice(4, 8))]
     assert metrics["flat_groups"] == 1 - sum(teaches) / 2
     assert metrics["reward_mean"] == pytest.approx(float(rollout.rewards.mean()))

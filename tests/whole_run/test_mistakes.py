@@ -33,7 +33,7 @@ def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     begun = (tmp_path / "run" / "checkpoint.safetensors").exists()
     notes = getattr(caught.value, "__notes__", [])
     assert any("--resume" in note for note in notes) == begun
-    is_fast = begun and (module is logprob or name in ("draw", "decode"))  # only then --no-fast may help
+    is_fast = begun and (module is logprob or name in ("draw", "decode"))
     assert any("--no-fast" in note for note in notes) == is_fast
 
 
