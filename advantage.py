@@ -59,23 +59,27 @@ def centred(rewards, group_size):
     r = rewards.double().view(-1, group_size)                                # (B, G)
     A = r - r.nanmean(dim=1, keepdim=True)
     # A difference that is nothing beside the reward is rounding: 0.1 + 0.2 is not 0.3.
-    return A.where(A.abs() > 1e-12 * r.abs(), A * 0)
+    is_nothing = A.abs() <= 1e-12 * r.abs()
+    return A.masked_fill(is_nothing, 0.0)
 
 
 def std_of(A):
     """The std of each group, (B, G) -> (B, 1), of what is `centred`."""
-    return A.square().nanmean(dim=1, keepdim=True).sqrt()
+    variance = A.square().nanmean(dim=1, keepdim=True)
+    return variance.sqrt()
 
 
 def bessel(A):
     """(B, G) -> (B, 1): n / (n - 1) for the n numbers of each group that are not NaN."""
-    n = (~A.isnan()).double().sum(dim=1, keepdim=True)
+    known = ~A.isnan()
+    n = known.double().sum(dim=1, keepdim=True)
     return n / (n - 1).clamp(min=1)
 
 
 def is_flat(rewards, group_size):
     """Rewards (N,) -> (B,) bool: is a group flat? Its rewards are all equal and teach nothing."""
-    return ~(centred(rewards, group_size).abs() > 0).any(dim=1)  # no comparison holds for NaN
+    differs = centred(rewards, group_size).abs() > 0  # no comparison holds for NaN
+    return ~differs.any(dim=1)
 
 
 def check(rewards, group_size):

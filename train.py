@@ -157,7 +157,8 @@ def backward(parts, rollout, s, fills_old):
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = mean_of_ranks({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    n_rows = mask.any(dim=1).sum()
+    sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": mask.sum()})
     sums = Counter()  # Counter.update adds
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
@@ -536,8 +537,10 @@ def scored_groups(parts, batch, s):
                                 s.overlong_buffer)
     G = s.group_size
     if s.around_best:  # the other halves continue the best answers, and are no free draws
-        halves = torch.arange(len(first_draw.responses)).view(-1, 2, G // 2)[:, 0]     # (B, G / 2)
-        first_draw, G = take(first_draw, halves.flatten()), G // 2
+        halves = torch.arange(len(first_draw.responses)).view(-1, 2, G // 2)
+        free = halves[:, 0].flatten()                                                  # (N / 2,)
+        first_draw = take(first_draw, free)
+        G //= 2
     return rollout, answer_metrics(first_draw, G) | seconds
 
 
@@ -698,7 +701,8 @@ def answer_metrics(rollout, group_size):
     """The metrics of drawn answers and of their rewards."""
     rewards = all_rows(rollout.rewards)                                                # (N,)
     scored = ~rewards.isnan()  # the other answers are in no metric
-    lengths = all_rows(rollout.mask.sum(dim=1)).float().where(scored, math.nan)
+    lengths = all_rows(rollout.mask.sum(dim=1)).float()                                # (N,)
+    lengths = lengths.where(scored, math.nan)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = all_rows(rollout.rule_rewards)
     known = known[~known.isnan()]
@@ -721,18 +725,19 @@ def answer_metrics(rollout, group_size):
 def step_metrics(rollout, metrics, updates, s):
     """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
     tokens = all_rows(rollout.mask.sum(dim=1)).sum()
-    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds"))
+    seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
     metrics = metrics | {
         "tokens": tokens,
         "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens / sum(seconds),
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
-        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size).any(dim=1)
-        metrics["flat_groups"] = (~teaches).float().mean()
+        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size)       # (B, G)
+        is_flat_group = ~teaches.any(dim=1)
+        metrics["flat_groups"] = is_flat_group.float().mean()
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
@@ -856,7 +861,9 @@ def evaluate_if_due(run, parts, s):
     asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
     eval_id = number_of(asked)
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
-    is_turn = not steps or run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
+    is_last = run.step == s.steps
+    is_nth = run.step % (s.eval_every or s.steps) == 0
+    is_turn = not steps or is_last or is_nth
     if run.step in steps or not is_turn:
         return
     scores, rows = evaluate(parts, s, run=run)
@@ -1612,8 +1619,8 @@ class Run:
         self.append("metrics.jsonl", line)
         (self.history if is_step else self.evaluations).append(line)
         self.step, self.is_mid_step = line["step"], False
-        skipped = sum(row.get("skipped_updates", 0) > 0 for row in self.history[-10:])
-        if is_step and skipped == 10:
+        skipped = [row for row in self.history[-10:] if row.get("skipped_updates")]
+        if is_step and len(skipped) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
@@ -1756,7 +1763,8 @@ def save_checkpoint(run, parts, s):
     """
     if run.saved_step == run.step:
         return
-    if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
+    weights = map(shard_of, parts.policy_model.parameters())
+    if not all(weight.isfinite().all() for weight in weights):
         cause = "--lr or --weight-decay may be too large" if run.step else "so --model has them"
         raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
@@ -1806,7 +1814,8 @@ def load_logs(run):
     with blame(f"--resume: a log in {run.name} is not whole:"):
         on_rank_0(cut_logs, run)
         run.read_metrics()
-        if run.step and [line["step"] for line in run.history[-1:]] != [run.step]:
+        last = [line["step"] for line in run.history[-1:]]
+        if run.step and last != [run.step]:
             raise ValueError(f"metrics.jsonl has no line of step {run.step}")
 
 
@@ -1821,11 +1830,13 @@ def cut_logs(run):
             path.touch()  # the kill may have come before its first line
         lines = path.read_text().splitlines(keepends=True)
         lines = [line for line in lines if line.endswith("\n")]
-        keys = [(row["step"], row.get("eval_id")) for row in map(json.loads, lines)]
+        rows = map(json.loads, lines)
+        keys = [(row["step"], row.get("eval_id")) for row in rows]
         if name == "metrics.jsonl":  # it is the first of LOGS
             logged = {key for key in keys if key[0] <= run.step}
         with run.replacing(name) as new:
-            new.write_text("".join(line for line, key in zip(lines, keys) if key in logged))
+            kept = [line for line, key in zip(lines, keys) if key in logged]
+            new.write_text("".join(kept))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1862,7 +1873,8 @@ def curves_of(run, n=0):
     Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
     steps or more, because those of one step are few, and there are at most 40 points.
     """
-    last = [name for line in run.evaluations[-1:] + run.history[-1:] for name in line]
+    lines = run.evaluations[-1:] + run.history[-1:]
+    last = [name for line in lines for name in line]
     rewards = [name for name in last if "reward/" in name]
     names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *last]
     curves = []
@@ -1933,7 +1945,8 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = SCORES.get(metric, metric.removeprefix("eval_"))
-    part, total = ((column(last, x) - column(first, x)).nanmean() for x in (name, "reward"))
+    gains = [(column(last, x) - column(first, x)).nanmean() for x in (name, "reward")]
+    part, total = gains
     return compared(first, last, name) + "; it fell while the sum rose" * bool(part < 0 < total)
 
 
@@ -1942,7 +1955,8 @@ def small_curve(points):
     _, values = zip(*points)
     low = min(0, *values)
     span = max(0, *values) - low or 1
-    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * ((value - low) / span))] for value in values)
+    heights = [int(7 * ((value - low) / span)) for value in values]
+    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
 
 
@@ -1958,7 +1972,8 @@ def row_of(rollout, n):
         row[name] = finite(float(values[n]))
     if row["reward"] is None:  # no reward applies: the answer is in no figure
         return row
-    row |= {"tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+    row["tokens"] = int(rollout.mask[n].sum())
+    row["cut"] = not rollout.finished[n]
     by_rule = float(rollout.rule_rewards[n])
     if not math.isnan(by_rule):
         row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
@@ -2090,7 +2105,8 @@ def print_figures(parts, s):
     if by_rule:  # else these lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
     for name in names:
-        left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
+        left = with_error(column(greedy, name))
+        right = with_error(column(rows, name), G)
         print0(f"{name:25} {left:18} {right}")
     if s.against:
         for name in names:
@@ -2099,12 +2115,14 @@ def print_figures(parts, s):
     if s.against:
         return
     truths = truths_of(parts.eval_problems)
-    final = reward.groups_of([reward.extract_boxed(row["answer"]) for row in rows], G)
+    final = [reward.extract_boxed(row["answer"]) for row in rows]
+    final = reward.groups_of(final, G)
     for k in range(1, G + 1):
         if k < G and k.bit_count() > 1:
             continue  # 1, 2, 4, 8 … G
         for name in ["right"] * by_rule + reward_names(rows) * bool(parts.reward_of):
-            best = reward.best_of_k(column(rows, name).view(-1, G), k)
+            values = column(rows, name).view(-1, G)                                    # (B, G)
+            best = reward.best_of_k(values, k)
             title = f"pass@{k}" if name == "right" else f"{name}, best of {k}"
             print0(f"{title:25} {with_error(best)}")
         if by_rule and None not in truths:
@@ -2261,7 +2279,8 @@ def begin(run, parts, s):
             return False
         load_logs(run)
         keep_best(run, parts, s)
-        if changed := [name for name in today if today[name] != run.origin.get(name)]:
+        changed = [name for name in today if today[name] != run.origin.get(name)]
+        if changed:
             print0(f"not as when the run began: {', '.join(changed)}")
     else:
         save_checkpoint(run, parts, s)
@@ -2285,7 +2304,8 @@ def origin_of(parts, settings):
     origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
     bits = 0
     for weight in parts.policy_model.parameters():
-        bits += int(whole_of(weight.detach()).view(torch.int16).sum())
+        numbers = whole_of(weight.detach()).view(torch.int16)
+        bits += int(numbers.sum())
     origin["the weights of --model"] = bits  # the reference begins with them, too
     origin["the problems of --data"] = number_of(parts.problems)
     return origin
