@@ -537,8 +537,9 @@ def scored_groups(parts, batch, s):
                                 s.overlong_buffer)
     G = s.group_size
     if s.around_best:  # the other halves continue the best answers, and are no free draws
-        halves = torch.arange(len(first_draw.responses)).view(-1, 2, G // 2)
-        free = halves[:, 0].flatten()                                                  # (N / 2,)
+        rows = torch.arange(len(first_draw.responses))
+        halves = rows.view(-1, 2, G // 2)                                           # (B, 2, G / 2)
+        free = halves[:, 0].flatten()
         first_draw = take(first_draw, free)
         G //= 2
     return rollout, answer_metrics(first_draw, G) | seconds
@@ -735,8 +736,9 @@ def step_metrics(rollout, metrics, updates, s):
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
-        teaches = all_rows(rollout.advantages.any(dim=1)).view(-1, s.group_size)       # (B, G)
-        is_flat_group = ~teaches.any(dim=1)
+        teaches = all_rows(rollout.advantages.any(dim=1))                              # (N,)
+        groups = teaches.view(-1, s.group_size)                                        # (B, G)
+        is_flat_group = ~groups.any(dim=1)
         metrics["flat_groups"] = is_flat_group.float().mean()
     for name in updates[0]:
         total = sum(update[name] for update in updates)
