@@ -589,6 +589,9 @@ def answers_and_rewards(policy, parts, batch, s):
         values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rewards)
+    largest = rollout.rewards.nan_to_num().abs().max()
+    if largest >= 1e15:
+        raise BadInput(f"a reward of {largest:g}: rewards must lie between -1e15 and 1e15")
     # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
@@ -2191,9 +2194,10 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            is_fast = re.search("logprob.py|in write_answers", traceback.format_exc())
+            fast_paths = "logprob.py|in write_answers|loss.backward"
+            is_fast = bool(re.search(fast_paths, traceback.format_exc()))
             error.add_note(f"continue with: {run.resume_command}"
-                           + " (--no-fast takes no fast paths)" * bool(is_fast))
+                           + " (--no-fast takes no fast paths)" * is_fast)
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:

@@ -571,7 +571,7 @@ def test_memory_that_runs_out_early(tmp_path, capsys, only_so_much_memory, more)
         assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2]
 
 
-def test_memory_is_what_was_counted():
+def test_a_step_fits_into_what_the_rule_says():
     """Two steps of a model whose cache of keys and values is a fifth of the whole."""
     size = dict(hidden=1536, ffn=3072, kv_heads=12, vocab=8192)
     tools = str(Path(first_run.__file__).parent)
@@ -579,8 +579,9 @@ def test_memory_is_what_was_counted():
                f"first_run.QWEN |= {size}; first_run.main(['--layers=4', '--only=memory'])")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, env={**os.environ, "SOFTGPU_VALUES": "sizes"})
-    share, = re.findall(r"live peak .* GB \((\d+)% of the count\)", well_ended(done))
-    assert 88 <= int(share) <= 104       # an H100 took 91% for all of Qwen2.5-1.5B, too
+    rule, peak = map(float, re.search(r"needs some ([\d.]+) GB(?s:.*)live peak ([\d.]+) GB",
+                                      well_ended(done)).groups())
+    assert peak <= rule <= peak + train.REST
 
 
 def test_what_first_run_counts(capsys):

@@ -105,13 +105,13 @@ def test_the_reward_is_asked_and_replaces_the_rules():
     metrics, rollout, _ = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
     assert asked == [(rollout,)]
     assert rollout.problems[::4] == p.problems and rollout.prompts[::4] == p.prompts
-    same(rollout.rewards, REWARDS)
+    same(rollout.rewards, REWARDS.double())
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     assert abs(metrics["approx_kl"]) < 1e-9                # of an untouched reference
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
     _, rollout, _ = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
-    same([rollout.rewards, rollout.rule_rewards], [expected, expected])
+    same([rollout.rewards, rollout.rule_rewards], [expected.double(), expected])
     assert expected.unique().numel() > 1
 
 
@@ -248,7 +248,8 @@ def test_evaluation_is_its_definition():
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
         n = len(numbers)
-        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9),
+        labels = mask = torch.ones(n, 9)
+        return SimpleNamespace(finished=torch.arange(n) != 4, labels=labels, mask=mask,
                                reward_parts=None, responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
@@ -328,8 +329,8 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     assert len(others) == 8 and not others & {*drawn[0][0]}
     assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
     assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
-    monkeypatch.setenv("WORLD_SIZE", "3")                 # of 4 groups each rank has at most 2
-    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(train, "WORLD_SIZE", "3")         # of 4 groups each rank has at most 2
+    monkeypatch.setattr(train, "RANK", "2")
     assert len(batch(4, 1, range(6))[0]) == 6
 
 
@@ -595,4 +596,4 @@ def test_where_all_are_right_or_all_wrong_an_interval_stands():
     few = torch.full((64,), torch.nan).double()
     few[:2] = 1                                           # it applies to two problems
     assert train.with_error(few) == f"1.000 [{1 - half_open(2):.3f}, 1]" == "1.000 [0.342, 1]"
-    assert train.with_error(0.5 * ones) == "0.500 ± 0.000"
+    assert train.with_error(0.5 * ones) == "0.500, all equal"

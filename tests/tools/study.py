@@ -506,7 +506,7 @@ def digest():
 
 def figures(metrics):
     """The lines of metrics.jsonl -> the figures of one run."""
-    steps = [line for line in metrics if "loss" in line]
+    steps = [line for line in metrics if "reward_mean" in line or "accuracy" in line]
 
     def mean(name, lines):
         values = [line[name] for line in lines if line.get(name) is not None]

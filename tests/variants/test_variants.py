@@ -199,7 +199,7 @@ def draws(texts, length, start):
 
 def length_reward(rollout):
     values = torch.tensor([float(len(text)) for text in rollout.responses])
-    rollout.reward_parts = {"one": values, "two": values + 1}
+    rollout.reward_parts = {"reward/one": values, "reward/two": values + 1}
     return values
 
 

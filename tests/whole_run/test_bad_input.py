@@ -286,7 +286,7 @@ def test_help_says_how_a_script_is_called(run_here, stage):
 
 
 @pytest.mark.parametrize("script, arguments, word", [
-    ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
+    ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "1e16"], "1e15"),
     ("advantage.py", ["1"], "1"), ("advantage.py", ["-help"], "usage: python advantage.py"),
     ("sample.py", ["--model=nowhere"], "cannot be loaded"),
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")

@@ -52,6 +52,15 @@ def test_prompts_need_not_divide(tmp_path):
 WHOLE = dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
+def tell(monkeypatch, variables):
+    """As torchrun tells them; train.py has read two of these when it was imported."""
+    for name, value in variables.items():
+        if name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.setattr(train, name, value)
+        else:
+            monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("told", [
     *({name: value for name, value in WHOLE.items() if name != missing}
       for missing in (*WHOLE,)[1:]), dict(WORLD_SIZE="2"), dict(RANK="1"),
@@ -61,8 +70,7 @@ def test_variables_of_torchrun_that_are_set_in_part(monkeypatch, capsys, told):
     monkeypatch.setattr(os, "_exit", sys.exit)
     for name in WHOLE:
         monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
+    tell(monkeypatch, told)
     with pytest.raises(SystemExit) as end:
         sys.exit(train.main(FLAGS))
     err = capsys.readouterr().err
@@ -74,10 +82,9 @@ def test_variables_of_torchrun_that_are_set_in_part(monkeypatch, capsys, told):
     dict(MASTER_ADDR="here", MASTER_PORT="5"), dict(RANK="0"), dict(LOCAL_RANK="3"),
     dict(WORLD_SIZE="1"), dict(WORLD_SIZE="", RANK="")])
 def test_variables_that_mean_one_process_have_no_effect(monkeypatch, told):
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
+    tell(monkeypatch, told)
     assert train.join_ranks(train.Settings()) is None
-    monkeypatch.setenv("WORLD_SIZE", "32")                # of a machine that is planned
+    monkeypatch.setattr(train, "WORLD_SIZE", "32")                # of a machine that is planned
     trains("--dry-run=80")
 
 
@@ -107,6 +114,7 @@ def ended(processes):
 
 
 def becomes_rank(rank, ranks, port):
+    train.RANK, train.WORLD_SIZE = rank, ranks
     os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="localhost",
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
