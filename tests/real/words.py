@@ -199,7 +199,7 @@ def main(argv=None):
     elif args.controls:
         kept = {arm: [train(config, [f"--seed={seed}", *flags]) for seed in range(6)]
                 for arm, config in zip(ARMS, configs)}
-        configs[0].with_name("words.json").write_text(json.dumps(kept, indent=1) + "\n")
+        configs[0].with_name("words.json").write_text(json.dumps(kept) + "\n")
     else:
         kept = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
     print(*table(kept), sep="\n")

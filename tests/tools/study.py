@@ -659,7 +659,7 @@ def paired(results):
     for title, before, after in pairs:
         if before and after:
             yield f"- {title}, greedy: {line(shares(before, 'greedy'), shares(after, 'greedy'))}"
-        many = {run["samples"] for run in before + after}    # asked equally often, else no sign test
+        many = {run["samples"] for run in before + after}    # a sign test needs equal numbers
         if before and after and len(many) == 1 and None not in many:
             yield f"- {title}, sampled: {line(shares(before, 'sampled'), shares(after, 'sampled'))}"
             for k in powers(before[0])[1:] if len(before + after) == 2 else []:
