@@ -519,7 +519,7 @@ def figures(metrics):
         "held_out": mean("eval_reward", metrics[-1:]),
         "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
         "right": mean("reward/right", late),             # of real_reward.py, like the next
-        "right_curve": [line.get("reward/right") for line in steps],
+        "right_curve": [line["reward/right"] for line in steps if "reward/right" in line],
         "ended": mean("reward/ended", late),
         "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),
