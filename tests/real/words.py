@@ -148,7 +148,7 @@ def train(config, flags):
 def table(kept):
     """Markdown, a line for each run: of the held-out answers how many are right, by step."""
     from reward import sign_test
-    yield "| | seed | right, by step | gained, lost, p | in form | CPU s |\n|" + " --- |" * 6
+    yield "| | run | right, by step | gained, lost, p | in form | CPU s |\n|" + " --- |" * 6
     for arm, runs in kept.items():
         for seed, run in enumerate(runs):
             first, *_, last = run["right"].values()
