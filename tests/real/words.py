@@ -1,7 +1,7 @@
-"""Is a review positive or negative? SmolLM2 learns to say it in a word, in two CPU minutes.
+"""Is a review positive or negative? SmolLM2 learns to say it in a word, in one or two CPU minutes.
 
     python tests/real/words.py --run  # makes model and problems (see real_model.py), and trains
-    python tests/real/words.py --controls  # three seeds, and two rewards that tell no truth
+    python tests/real/words.py --controls  # six seeds, and two rewards that tell no truth
     python tests/real/words.py --odds  # what the untrained model knew without saying it
     python tests/real/words.py  # the table, from the answers that are kept in words.json
 
@@ -12,9 +12,9 @@ is trained on. The controls: the truths of the training problems shuffled; and `
 """
 import argparse
 import json
+import os
 import random
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -133,11 +133,10 @@ def train(config, flags):
     """One run of train.py -> what is kept: held-out answers of each evaluation, and seconds."""
     folder = config.with_name(f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     command = [sys.executable, str(ROOT / "train.py"), f"--config={config}", f"--output={folder}"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    before = sum(os.times()[2:4])  # CPU seconds of the children, user's and system's
     if subprocess.call(command + flags):
         sys.exit(1)
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    kept = {"right": {}, "form": {}, "cpu_seconds": round(seconds)}
+    kept = {"right": {}, "form": {}, "cpu_seconds": round(sum(os.times()[2:4]) - before)}
     for line in open(folder / "evaluations.jsonl", encoding="utf-8"):
         row = json.loads(line)
         for name in ("right", "form"):
@@ -149,7 +148,7 @@ def train(config, flags):
 def table(kept):
     """Markdown, a line for each run: of the held-out answers how many are right, by step."""
     from train import sign_test
-    yield "| | seed | right, by step | gained, lost, p | in form | CPU s |\n|" + " --- |" * 6
+    yield "| | run | right, by step | gained, lost, p | in form | CPU s |\n|" + " --- |" * 6
     for arm, runs in kept.items():
         for seed, run in enumerate(runs):
             first, *_, last = run["right"].values()
@@ -183,7 +182,7 @@ def odds(model, problems):
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true", help="train once")
-    parser.add_argument("--controls", action="store_true", help="train nine times")
+    parser.add_argument("--controls", action="store_true", help="train eighteen times")
     parser.add_argument("--odds", action="store_true", help="of the untrained model")
     args, flags = parser.parse_known_args(argv)
     sys.path.insert(0, str(ROOT))
@@ -198,9 +197,9 @@ def main(argv=None):
     if args.run:
         kept = {"this run": [train(configs[0], flags)]}
     elif args.controls:
-        kept = {arm: [train(config, [f"--seed={seed}", *flags]) for seed in range(3)]
+        kept = {arm: [train(config, [f"--seed={seed}", *flags]) for seed in range(6)]
                 for arm, config in zip(ARMS, configs)}
-        configs[0].with_name("words.json").write_text(json.dumps(kept, indent=1) + "\n")
+        configs[0].with_name("words.json").write_text(json.dumps(kept) + "\n")
     else:
         kept = json.loads((HERE / "words.json").read_text(encoding="utf-8"))
     print(*table(kept), sep="\n")

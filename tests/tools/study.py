@@ -519,7 +519,7 @@ def figures(metrics):
         "held_out": mean("eval_reward", metrics[-1:]),
         "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
         "right": mean("reward/right", late),             # of real_reward.py, like the next
-        "right_curve": [line.get("reward/right") for line in steps],
+        "right_curve": [line["reward/right"] for line in steps if "reward/right" in line],
         "ended": mean("reward/ended", late),
         "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),
@@ -648,29 +648,30 @@ def paired(results):
     def line(before, after):
         return compared([{"right": x} for x in before], [{"right": x} for x in after], "right")
 
-    untrained = results["untrained"][:1]
-    pairs = [(f"untrained → {label}, run {n}", untrained, [run])
-             for label, runs in results.items() if label != "untrained"
-             for n, run in enumerate(runs, 1)]
+    # Of kept runs each is compared with the untrained policy as the same machine asked it.
+    runs = [(label, n, run) for label in results for n, run in enumerate(results[label], 1)]
+    untrained = {run.get("machine"): run for label, _, run in runs if "untrained" in label}
+    pairs = [(f"untrained → {label}, run {n}", [untrained[run.get("machine")]], [run])
+             for label, n, run in runs if "untrained" not in label and untrained]
     pairs += [(f"{one} → {other}, all runs", results[one], results[other])
               for one, other in [("online imitation", "GRPO"), ("online imitation", "GRPO, beta 0"),
                                  ("self-SFT", "self-SFT, several passes")]]
     for title, before, after in pairs:
-        for name in ("greedy", "sampled"):
-            if before and after and all(run[f"{name}_right"] for run in before + after):
-                yield f"- {title}, {name}: {line(shares(before, name), shares(after, name))}"
-        if len(before + after) == 2:
-            for k in min(powers(before[0]), powers(after[0]), key=len)[1:]:
-                compared_at_k = line(found_by(k, before[0]), found_by(k, after[0]))
-                yield f"- {title}, pass@{k}: {compared_at_k}"
-    for label, runs in results.items():
-        for run in runs:
-            curve, held_out = (run.get(name) or [] for name in ("right_curve", "held_out_curve"))
-            tens = [statistics.fmean(curve[n:n + 10]) for n in range(0, len(curve), 10)]
-            if tens and "SFT" not in label:
-                yield f"- {label}: right answers, means of ten steps: {in_words(tens)}"
-            if len(held_out) > 2:
-                yield f"- {label}: held-out reward of each evaluation: {in_words(held_out)}"
+        if before and after:
+            yield f"- {title}, greedy: {line(shares(before, 'greedy'), shares(after, 'greedy'))}"
+        many = {run["samples"] for run in before + after}    # a sign test needs equal numbers
+        if before and after and len(many) == 1 and None not in many:
+            yield f"- {title}, sampled: {line(shares(before, 'sampled'), shares(after, 'sampled'))}"
+            for k in powers(before[0])[1:] if len(before + after) == 2 else []:
+                both = line(found_by(k, before[0]), found_by(k, after[0]))
+                yield f"- {title}, pass@{k}: {both}"
+    for label, n, run in runs:
+        curve, held_out = (run.get(name) or [] for name in ("right_curve", "held_out_curve"))
+        tens = [statistics.fmean(curve[start:start + 10]) for start in range(0, len(curve), 10)]
+        if tens and "SFT" not in label:
+            yield f"- {label}, run {n}: right answers, means of ten steps: {in_words(tens)}"
+        if len(held_out) > 2:
+            yield f"- {label}, run {n}: held-out reward of each evaluation: {in_words(held_out)}"
 
 
 def in_words(numbers):
