@@ -141,7 +141,7 @@ def test_an_answer_without_a_reward_has_no_token_either(shaped):
     assert found[0].any() and not found[1].any()
 
 
-@pytest.mark.parametrize("word", {*BY_ANSWER} - {"max-rl"})  # which divides by the mean
+@pytest.mark.parametrize("word", [word for word in BY_ANSWER if word != "max-rl"])
 @pytest.mark.parametrize("constant", [-3e7, 1e6, 1e10])
 def test_a_constant_added_to_all_rewards_changes_nothing(word, constant):
     """In float32 -3e7 and -3e7 + 1 are one number. And rounding alone is no difference."""
