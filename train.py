@@ -81,15 +81,15 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=
 class Parts:
     """What a run is made of; load() makes it."""
 
-    policy_model: object        # pi
-    ref_model: object           # the reference of the KL; None if beta is 0
-    tokenizer: object           # of both
-    optimizer: object           # moves the policy's weights; None where nothing is trained
-    problems: list             # to train on: dicts, see reward.load_problems
-    eval_problems: list        # held out
-    sampler: object = sample_groups         # [A] draws answers, called like sample_groups
-    reward_of: object = None                # [B] Rollout -> N rewards; None: the rule's
-    reward_model: object = None             # with --reward-model the model behind reward_of
+    policy_model: object                # pi
+    ref_model: object                   # the reference of the KL; None if beta is 0
+    tokenizer: object                   # of both
+    optimizer: object                   # moves the policy's weights; None in an evaluation
+    problems: list                      # to train on: dicts, see reward.load_problems
+    eval_problems: list                 # held out
+    sampler: object = sample_groups     # [A] draws answers, called like sample_groups
+    reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
+    reward_model: object = None         # with --reward-model the model behind reward_of
 
 
 @dataclass
