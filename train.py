@@ -2306,7 +2306,7 @@ def origin_of(parts, settings):
     origin = {flag_of(name): value for name, value in settings.items() if name != "steps"}
     bits = 0
     for weight in parts.policy_model.parameters():
-        numbers = whole_of(weight.detach()).view(torch.int16)
+        numbers = whole_of(weight.detach()).flatten().view(torch.int16)
         bits += int(numbers.sum())
     origin["the weights of --model"] = bits  # the reference begins with them, too
     origin["the problems of --data"] = number_of(parts.problems)
