@@ -709,7 +709,7 @@ def answer_metrics(rollout, group_size):
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.nanmean(),
-        "reward_std": rewards[scored].std(correction=0),
+        "reward_std": std_of(centred(rewards, len(rewards))),
         "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
