@@ -536,7 +536,7 @@ def scored_groups(parts, batch, s):
         reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
                                 s.overlong_buffer)
     G = s.group_size
-    if s.around_best:  # the other halves continue the best answers, and are no free draws
+    if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
         rows = torch.arange(len(first_draw.responses))
         halves = rows.view(-1, 2, G // 2)                                           # (B, 2, G / 2)
         free = halves[:, 0].flatten()

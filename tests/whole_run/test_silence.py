@@ -385,6 +385,9 @@ def test_branches_of_the_best_are_no_free_draws():
     metrics, rollout, _ = whole_step(p, reward_of=None)
     free = rollout.rewards.view(2, 2, 4)[:, 0]
     assert metrics["reward_mean"] == pytest.approx(float(free.mean()))
+    p = parts("--around-best=1", "--group-size=2")        # half of a pair is no group
+    metrics, rollout, _ = whole_step(p, reward_of=None)
+    assert metrics["reward_mean"] == pytest.approx(float(rollout.rewards.mean()))
 
 
 def test_into_a_file_a_bar_writes_lines(tmp_path):
