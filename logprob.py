@@ -89,15 +89,10 @@ def chunks(hidden, weight):
     M, V = hidden.shape[0], weight.shape[0]
     values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
     if hidden.is_cuda:
-        values = logits_at_a_time(M, V)
+        values = min(2**28, M * V // 8)      # an eighth of them, at most 1 GB in float32
     step = max(256, values // V)             # fewer rows make a CPU's products slower
     starts = range(0, max(M, 1), step)       # without rows there is still one, empty slice
     return [slice(start, start + step) for start in starts]
-
-
-def logits_at_a_time(M, V):
-    """On CUDA: an eighth of the logits of M tokens, at most 1 GB in float32."""
-    return min(2**28, M * V // 8)
 
 
 # --------------------------------------------------------------------------------------------------

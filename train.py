@@ -410,8 +410,8 @@ def config_of(folder):
     path = Path(str(folder))
     run = path.parent if path.name in ("final", "best") else path
     config = run / "config.json"
-    is_run = (run / "metrics.jsonl").is_file() or (run / "final").is_dir()
-    return str(config) if is_run and config.is_file() else None
+    is_run = (run / "metrics.jsonl").is_file() and config.is_file()
+    return str(config) if is_run else None
 
 
 def flag_of(name):
@@ -537,9 +537,7 @@ def scored_groups(parts, batch, s):
                                 s.overlong_buffer)
     G = s.group_size
     if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
-        rows = torch.arange(len(first_draw.responses))
-        halves = rows.view(-1, 2, G // 2)                                           # (B, 2, G / 2)
-        free = halves[:, 0].flatten()
+        free = [n for n in range(len(first_draw.responses)) if n % G < G // 2]
         first_draw = take(first_draw, free)
         G //= 2
     return rollout, answer_metrics(first_draw, G) | seconds
@@ -596,6 +594,7 @@ def answers_and_rewards(policy, parts, batch, s):
     largest = rollout.rewards.nan_to_num().abs().max()
     if largest >= 1e15:
         raise BadInput(f"a reward of {largest:g}: rewards must lie between -1e15 and 1e15")
+
     # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
@@ -607,15 +606,12 @@ def answers_and_rewards(policy, parts, batch, s):
 def advantages_of(parts, rollout, s):
     """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
 
-    Its function gets what its parameters name, of the rollout's columns and of what stands here.
+    Its function gets what its parameters name: settings, columns of the rollout, and what stands
+    here.
+
     """
     function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
-    given = vars(rollout) | {
-        "mask": rollout.mask,
-        "all_rows": all_rows,
-        "group_size": s.group_size,
-        "scale_by_std": s.scale_by_std,
-        "reward_weights": s.reward_weights}
+    given = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
         given["right"] = is_right(rollout.rule_rewards)
     if s.advantage == "shape":  # the boxes of each answer
@@ -872,7 +868,7 @@ def evaluate_if_due(run, parts, s):
     if run.stopped():
         return
     key = {"step": run.step, "eval_id": eval_id}
-    run.append("evaluations.jsonl", *(key | row for row in rows))
+    run.append("evaluations.jsonl", key | {"answers": rows})
     run.log(key | scores)
     keep_best(run, parts, s)
 
@@ -1641,9 +1637,10 @@ class Run:
     def first_and_last(self):
         """The answers of the first and of the last evaluation of the same problems, see row_of."""
         points = self.curve("eval_id")
-        rows = self.records("evaluations.jsonl")
-        return [[row for row in rows if (row["step"], row["eval_id"]) == point]
-                for point in (points[0], points[-1])]
+        answers = {}  # a kill may have left an evaluation that was then asked again
+        for line in self.records("evaluations.jsonl"):
+            answers[line["step"], line["eval_id"]] = line["answers"]
+        return answers[points[0]], answers[points[-1]]
 
     def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
@@ -1663,10 +1660,10 @@ class Run:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
-    def append(self, name, *records):
+    def append(self, name, record):
         if self.folder:
             with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
-                log.writelines(json.dumps(record) + "\n" for record in records)
+                log.write(json.dumps(record) + "\n")
 
     def records(self, name):
         """What a log has: a list of dicts."""
@@ -1816,29 +1813,22 @@ def load_logs(run):
     with blame(f"--resume: a log in {run.name} is not whole:"):
         on_rank_0(cut_logs, run)
         run.read_metrics()
-        last = [line["step"] for line in run.history[-1:]]
-        if run.step and last != [run.step]:
-            raise ValueError(f"metrics.jsonl has no line of step {run.step}")
+        if len(run.history) != run.step:
+            raise ValueError(f"metrics.jsonl has lines of {len(run.history)} steps")
 
 
 def cut_logs(run):
-    """Keep in the logs the lines of steps and evaluations that metrics.jsonl has up to this step.
-
-    After a kill there may be later ones, half a line, and answers of half an evaluation.
-    """
+    """Keep the lines up to this step: after a kill there may be later ones, and half a line."""
     for name in LOGS:
         path = run.folder / name
         if run.step == 0:
             path.touch()  # the kill may have come before its first line
         lines = path.read_text().splitlines(keepends=True)
-        lines = [line for line in lines if line.endswith("\n")]
-        rows = map(json.loads, lines)
-        keys = [(row["step"], row.get("eval_id")) for row in rows]
-        if name == "metrics.jsonl":  # it is the first of LOGS
-            logged = {key for key in keys if key[0] <= run.step}
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= run.step]
         with run.replacing(name) as new:
-            kept = [line for line, key in zip(lines, keys) if key in logged]
             new.write_text("".join(kept))
+
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1863,7 +1853,6 @@ gradient_coefficient   mean gradient coefficient
 grad_norm              gradient norm
 truncated_fraction     answers cut at the limit
 clip_fraction          clipped tokens""".splitlines())
-SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # their names in row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
 clip_fraction_high ratio_mean sampler_difference eval_id""".split()
@@ -1897,7 +1886,8 @@ def curves_of(run, n=0):
 
 def points_and_steps(n):
     """How many points a curve of n sampled steps has, and of how many steps the first is a mean."""
-    points = max(1, min(n, max(2, n // 5), 40))
+    points = min(n, max(2, n // 5), 40)
+
     return points, math.ceil(n / points)
 
 
@@ -1946,7 +1936,7 @@ def print_story(run):
 
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
-    name = SCORES.get(metric, metric.removeprefix("eval_"))
+    name = "right" if metric == "eval_accuracy" else metric.removeprefix("eval_")
     gains = [(column(last, x) - column(first, x)).nanmean() for x in (name, "reward")]
     part, total = gains
     return compared(first, last, name) + "; it fell while the sum rose" * bool(part < 0 < total)
@@ -2065,7 +2055,9 @@ def symptoms(history, answer=""):
     rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
     rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): means of ten steps
     best, now = rewards.max(), rewards[-1]
+
     spread = column(history, "reward_std").nan_to_num().max()
+
     # All rewards were equal from the first step on, and moved nothing.
     if n >= 3 and spread + best - rewards.min() < 1e-6 and mean_of_all("policy_loss") == 0:
         return (
@@ -2075,6 +2067,7 @@ def symptoms(history, answer=""):
             f"{mean_of_all('response_length_p95'):.0f} tokens; the last ends in {answer[-60:]!r}; "
             "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")
     # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
+
     if best - now > 0.5 * (spread or 1):
         return (f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr, or a "
                 "higher --kl-band if that has raised beta")
@@ -2086,22 +2079,14 @@ def symptoms(history, answer=""):
 
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
-    if s.against:  # a model that is not there is told before the first one answers
-        with blame(f"--against {s.against}:"):
-            sample.checked_config(s.against)
-    _, greedy = evaluate(parts, s)
-    G, T = s.group_size, s.temperature
-    second = f"{G} samples of each at temperature {T}"
+    G, T, second = s.group_size, s.temperature, parts
+    title = f"{G} samples of each at temperature {T}"
     if s.against:
-        G, T, second = 1, 0.0, s.against
-        tell_differences(s)
-        other = replace(s, model=s.against)
-        model, parts.tokenizer = load_policy(other, "--against")
-        with blame(f"--against {s.against}:"):  # its template and its length may not fit
-            load_data(other, parts.tokenizer)
-        parts.policy_model = shard(model, s, samples=True)
-    _, rows = evaluate(parts, s, G, T)
-    print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
+        G, T, second = 1, 0.0, parts_against(parts, s)
+        title = s.against
+    _, greedy = evaluate(parts, s)
+    _, rows = evaluate(second, s, G, T)
+    print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {title}")
     names = [*reward_names(greedy), "tokens", "cut"]
     by_rule = (column(greedy + rows, "boxed") > 0).any()
     if by_rule:  # else these lines would say nothing
@@ -2111,17 +2096,14 @@ def print_figures(parts, s):
         right = with_error(column(rows, name), G)
         print0(f"{name:25} {left:18} {right}")
     if s.against:
-        for name in names:
-            if name in SCORES.values():
-                print0(f"{name:25} {compared(rows, greedy, name)}")
-    if s.against:
+        for name in reward_names(greedy) + ["right"] * by_rule:
+            print0(f"{name:25} {compared(rows, greedy, name)}")
         return
     truths = truths_of(parts.eval_problems)
     final = [reward.extract_boxed(row["answer"]) for row in rows]
     final = reward.groups_of(final, G)
-    for k in range(1, G + 1):
-        if k < G and k.bit_count() > 1:
-            continue  # 1, 2, 4, 8 … G
+    powers = [k for k in range(1, G) if k.bit_count() == 1]
+    for k in [*powers, G]:  # 1, 2, 4, 8 … G
         for name in ["right"] * by_rule + reward_names(rows) * bool(parts.reward_of):
             values = column(rows, name).view(-1, G)                                    # (B, G)
             best = reward.best_of_k(values, k)
@@ -2131,15 +2113,19 @@ def print_figures(parts, s):
             print0(f"{f'maj@{k}':25} {with_error(reward.majority_at_k(final, truths, k))}")
 
 
-def tell_differences(s):
-    """Print how --against, if it is a run's, was trained to answer otherwise than it is asked."""
+def parts_against(parts, s):
+    """--against: the parts with that policy. If it is a run's, tell what is asked otherwise."""
+    other = replace(s, model=s.against)
+    model, tokenizer = load_policy(other, "--against")
+    with blame(f"--against {s.against}:"):  # its template and its length may not fit
+        load_data(other, tokenizer)
     source = config_of(s.against)
     trained = Settings(**read_config(source)) if source else s
     for name in "system_prompt template_args max_new_tokens reply max_turns".split():
-        theirs, ours = getattr(trained, name), getattr(s, name)
-        if theirs != ours:
-            print0(f"--against {s.against}: asked with {flag_of(name)} {ours!r}, its run had "
-                   f"{theirs!r}")
+        if getattr(trained, name) != getattr(s, name):
+            print0(f"--against {s.against}: asked with {flag_of(name)} {getattr(s, name)!r}, its "
+                   f"run had {getattr(trained, name)!r}")
+    return replace(parts, policy_model=shard(model, s, samples=True), tokenizer=tokenizer)
 
 
 def print_trace(parts, s):
@@ -2240,9 +2226,14 @@ def line_of(error):
 def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
-    if not begin(run, parts, s):
+    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
+    today = run.origin = origin_of(parts, settings)
+    if s.resume:
+        load_checkpoint(run, parts, s)  # with the run's own origin
+    if run.step > s.steps:
         print0(f"already at step {run.step}: nothing to do")
         return 0
+    begin(run, parts, s, settings, today)
     parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
@@ -2268,24 +2259,16 @@ def train(parts, s, run):
     return 0
 
 
-def begin(run, parts, s):
-    """Restore the checkpoint or write the first one, write the settings, print what starts.
-
-    -> whether there is a step to do; if there is none, nothing is written.
-    """
-    settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
-    today = run.origin = origin_of(parts, settings)
+def begin(run, parts, s, settings, today):
+    """Bring the folder to this moment, and print what starts, or what is not as it began."""
     if s.resume:
-        load_checkpoint(run, parts, s)  # with the run's own origin
-        if run.step > s.steps:
-            return False
         load_logs(run)
         keep_best(run, parts, s)
-        changed = [name for name in today if today[name] != run.origin.get(name)]
-        if changed:
-            print0(f"not as when the run began: {', '.join(changed)}")
     else:
         save_checkpoint(run, parts, s)
+    changed = [name for name in today if today[name] != run.origin.get(name)]
+    if changed:
+        print0(f"not as when the run began: {', '.join(changed)}")
     if run.folder:  # this comes last: where there are settings, there is a checkpoint
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(settings, indent=2))
@@ -2298,7 +2281,7 @@ def begin(run, parts, s):
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
-    return True
+
 
 
 def origin_of(parts, settings):

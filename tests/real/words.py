@@ -137,11 +137,10 @@ def train(config, flags):
     if subprocess.call(command + flags):
         sys.exit(1)
     kept = {"right": {}, "form": {}, "cpu_seconds": round(sum(os.times()[2:4]) - before)}
-    for line in open(folder / "evaluations.jsonl", encoding="utf-8"):
-        row = json.loads(line)
+    for line in map(json.loads, open(folder / "evaluations.jsonl", encoding="utf-8")):
         for name in ("right", "form"):
-            bits = kept[name].get(row["step"], "")
-            kept[name][row["step"]] = bits + f"{row[f'reward/{name}']:.0f}"
+            bits = [f"{row[f'reward/{name}']:.0f}" for row in line["answers"]]
+            kept[name][line["step"]] = "".join(bits)
     return kept
 
 

@@ -405,10 +405,9 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     for step, answers in enumerate((
             [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
             [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
-        run.append("evaluations.jsonl", *(
-            {"step": step, "eval_id": 1, "problem": f"question {x}", "answer": text,
-             "reward": earned, "truth": x}
-            for x, (text, earned) in zip("1234", answers)))
+        run.append("evaluations.jsonl", {"step": step, "eval_id": 1, "answers": [
+            {"problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+            for x, (text, earned) in zip("1234", answers)]})
         run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
     train.print_story(run)
     out = capsys.readouterr().out
@@ -498,14 +497,15 @@ def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
     rewards = "--reward", f"{MINE}:length", "think"
     folder = trained(tmp_path / "run", *SHORT, f"--data={train.TINY / 'few.jsonl'}", "--steps=1",
                      *rewards)
-    assert {"reward/length", "reward/think"} < lines_of(folder / "evaluations.jsonl")[0].keys()
+    row = lines_of(folder / "evaluations.jsonl")[0]["answers"][0]
+    assert {"reward/length", "reward/think"} < row.keys()
     capsys.readouterr()
     for more, boxed in ((), True), (["--max-new-tokens=2"], False):
         trains("--eval-only", f"--model={folder}", f"--against={TINY}", *rewards, *more)
         out = capsys.readouterr().out
         assert "\nreward/length " in out and "\nreward/think " in out
         assert ("\nright " in out) == ("\nboxed " in out) == boxed
-        assert out.count(", p ") + out.count(", no change") == 1 + boxed
+        assert out.count(", p ") + out.count(", no change") == 3 + boxed
 
 
 def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):

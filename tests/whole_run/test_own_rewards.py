@@ -98,7 +98,7 @@ def test_the_rewards_that_apply_are_summed():
     assert not hasattr(rollout, "step_rewards")
     assert load_rewards(None) is load_rewards([]) is load_rewards(None, [1.0]) is None
     problems = [{"answer": answer} for answer in ("7", "", [])]
-    rollout = spoken(*[box(7)] * 3, problems=problems)
+    rollout = spoken(*[box(7)] * 3, problems=problems, prompts="abc")
     rewards = load_rewards(["rule"])(rollout)  # None where no truth is known
     assert rewards.isnan().tolist() == [False, True, True] and rewards[0] == 1.5
     rollout = spoken(box(7), "x", problems=ASKED[:1])  # the sums of steps train, not the rule

@@ -100,7 +100,7 @@ def test_half_a_judge_counts_for_half(own, tmp_path):
             return [-3e7 + ("=" in text) if "1" in text else None for text in completions]
         """)
     folder = trained(tmp_path / "run", *FLAGS, f"--reward={file}:judge", "--eval-limit=16")
-    rows = [row for row in lines_of(folder / "evaluations.jsonl") if row["step"] == 0]
+    rows = lines_of(folder / "evaluations.jsonl")[0]["answers"]
     known = [row for row in rows if "1" in row["answer"]]
     assert 0 < len(known) < len(rows)
     for row in rows:
