@@ -1645,8 +1645,7 @@ class Run:
     def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
-        rows_of_all = range(len(rollout.responses))
-        for rows in reward.groups_of(rows_of_all, group_size)[:2]:
+        for rows in reward.groups_of(range(len(rollout.responses)), group_size)[:2]:
             group = take(rollout, rows)
             problem = group.problems[0]
             record = {"step": step, "question": problem["question"],
@@ -1783,7 +1782,6 @@ def save_checkpoint(run, parts, s):
 def load_checkpoint(run, parts, s):
     """Restore what the checkpoint holds."""
     path = Path(run.name, CHECKPOINT)
-    command = run.command  # today's
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
         file = safe_open(path, framework="pt")
@@ -1792,10 +1790,10 @@ def load_checkpoint(run, parts, s):
         # A name that only one of the two has would be lost, or is lacking.
         if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
-        vars(run).update(counters)
-        if command and not run.command:
+        if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
+        vars(run).update(counters)
         for name, tensor in tensors.items():
             saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
             if is_sharded(tensor):
@@ -1828,7 +1826,6 @@ def cut_logs(run):
         kept = [line for line in whole if json.loads(line)["step"] <= run.step]
         with run.replacing(name) as new:
             new.write_text("".join(kept))
-
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1937,9 +1934,9 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = "right" if metric == "eval_accuracy" else metric.removeprefix("eval_")
-    gains = [(column(last, x) - column(first, x)).nanmean() for x in (name, "reward")]
-    part, total = gains
-    return compared(first, last, name) + "; it fell while the sum rose" * bool(part < 0 < total)
+    part, total = ((column(last, x) - column(first, x)).nanmean() for x in (name, "reward"))
+    fell = "; it fell while the sum rose" if part < 0 < total else ""
+    return compared(first, last, name) + fell
 
 
 def small_curve(points):
@@ -2281,7 +2278,6 @@ def begin(run, parts, s, settings, today):
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
-
 
 
 def origin_of(parts, settings):
