@@ -4,10 +4,13 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 import pytest
 from files import MINE, ROOT, metrics_of
 from runs import trains
 import gsm8k_h200
+import study
+import words
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,11 +37,9 @@ def test_every_function_of_the_tables_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--ask", "--bf16", "--boxed", "--controls", "--dist", "--examples", "--help",
-          "--kept", "--max-restarts", "--measure", "--micro-batches", "--mugs", "--new-tokens",
-          "--nnodes", "--nproc-per-node", "--odds", "--only", "--picture", "--profile", "--prompts",
-          "--real", "--repeat", "--rows", "--run", "--seeds", "--shutdown-timeout", "--size",
-          "--steps-per-sum", "--threads", "--words"}
+OTHERS = {"--all", "--bf16", "--controls", "--dist", "--kept", "--micro-batches", "--mugs",
+          "--nnodes", "--nproc-per-node", "--odds", "--only", "--prompts", "--real", "--repeat",
+          "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads"}
 
 
 def test_every_flag_is_a_flag():
@@ -98,6 +99,36 @@ def test_the_kept_answers_of_the_card_give_the_tables(capsys):
     net, formed = zip(*re.findall(r"(\d+), (\d+)(?:;| $)", out, flags=re.M))
     for numbers in (net, formed):
         assert "{}, {} and {}".format(*numbers) in RESULTS
+
+
+def test_the_kept_sums_give_the_tables(capsys, monkeypatch):
+    """RESULTS' rows of SmolLM2's sums, and each seed's rate in README."""
+    kept = ROOT / "tests" / "real" / "sums_smollm2.json"
+    monkeypatch.setattr(sys, "argv", ["study.py", f"--kept={kept}"])
+    study.main()
+    out = capsys.readouterr().out
+    rows = re.findall(r"^\| .* \| \d \| (0.*) \|$", out, flags=re.M)
+    section = RESULTS[RESULTS.index("## SmolLM2 learns sums"):RESULTS.index("## SmolLM2 learns w")]
+    shown = re.findall(r"^\| .* \| \d? ?\| (0.*) \|$", section, flags=re.M)
+    for row, told in zip(rows[1:-1], shown, strict=True):    # both ends were asked elsewhere
+        greedy, sampled, _, _, pass_8, _ = row.split(" | ")
+        for printed, cell in zip((greedy, sampled, pass_8), told.split(" | "), strict=True):
+            for pair in zip(*(re.findall(r"[\d.]+", text) for text in (printed, cell))):
+                assert float(pair[0]) == pytest.approx(float(pair[1]), abs=5e-4), (row, told)
+    for label in ("GRPO", "online imitation", "self-SFT, several passes", "it ends in time, alone"):
+        rates = re.findall(rf"→ {label}, run \d, greedy: .* → (\S+) ±", out)
+        assert f"| {', '.join(rate[:4] for rate in rates)} |" in README
+
+
+def test_the_kept_words_give_the_table(capsys):
+    words.main([])
+    found = re.findall(r"\| 38 → (\d+ → \d+) \|", capsys.readouterr().out)
+    told = {"60 on each | 60 on each: 22 gained, 0 lost": ["60 → 60"] * 6,
+            "30 on each | 30 on five, 53 on one": ["30 → 30"] * 5 + ["30 → 53"],
+            "30 to 43 | 30 on four, 31, 39": ["30 → 30", "31 → 30", "32 → 31", "39 → 30",
+                                              "41 → 30", "43 → 39"]}
+    assert [sorted(found[n:n + 6]) for n in (0, 6, 12)] == list(told.values())
+    assert all(f"| 38 | {row} |" in RESULTS for row in told) and len(found) == 18
 
 
 def test_a_stage_imports_no_other_stage():

@@ -57,8 +57,7 @@ def test_the_last_number_counts(answer, right, completions):
     assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
 
 
-@pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, (0, 117, 4242)])
-def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, examples):
+def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path):
     def problem(n):
         return {"question": f"What is {n} + 1?", "answer": f"It is {n}+1=<<{n}+1={n + 1}>>{n + 1}"
                                                           f".\n#### {n + 1}"}
@@ -67,14 +66,16 @@ def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, exampl
         lines = [json.dumps(problem(n)) + "\n" for n in range(start, stop)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     task = tmp_path / "task"
-    config, found, shown = real_qwen.write_task(task, tmp_path, "1.5B", tmp_path, examples)
+    config, found, shown = real_qwen.write_task(task, tmp_path, "1.5B", tmp_path)
+    examples = real_qwen.EXAMPLES
     assert len(found["test"]) == 10 and shown == [problem(n) for n in examples]
     settings = parse(["--config", str(config)])
     assert settings.lora_rank == 16 and settings.data == str(task / "train.jsonl")
     train, test = lines_of(task / "train.jsonl"), lines_of(task / "test.jsonl")
     assert len(train) == 6000 - len(examples) and len(test) == 10
     *shown, last = test[-1]["messages"]
-    assert last == {"role": "user", "content": "What is 6009 + 1?"} and test[-1] | problem(6009)
+    assert last == {"role": "user", "content": "What is 6009 + 1?"}
+    assert test[-1] == test[-1] | problem(6009)
     asked = {p["question"] for p in train + test}
     assert len(shown) == 2 * len(examples)
     for n, question, answer in zip(examples, shown[::2], shown[1::2]):

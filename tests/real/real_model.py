@@ -3,10 +3,7 @@
     python tests/real/real_model.py  # the model, its problems; prints the command that trains
     python tests/real/real_model.py --run  # and runs it
     python tests/real/real_model.py --mugs  # larger sums in words that mislead this model
-    python tests/real/real_model.py --boxed  # the same sums, answered in a \\boxed{}
     python tests/real/real_model.py --steps-per-sum 2 --run  # sums that must be worked out
-    python tests/real/real_model.py --steps-per-sum 2 --words other --run  # told in other words
-    python tests/real/real_model.py --steps-per-sum 2 --measure FOLDER  # what it learned
 
 Flags that are not its own go to train.py: --run --seed 1 --output runs/second.
 
@@ -30,14 +27,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
 import torch
-from real_reward import right, true_equations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -80,15 +75,6 @@ FLAGS = {
     "eval_limit": 64,
     "save_every": 10,
 }
-# The rule's own reward. This model never writes a box of its own accord: two examples show it one.
-BOXED = {
-    "reward": ["rule"],
-    "system_prompt": "Question: Tom has 3 pens and buys 2 more. How many pens does Tom have now?\n"
-                     "Answer: 3 + 2 = \\boxed{5}\n\n"
-                     "Question: Mia has 9 cups and sells 4. How many cups does Mia have now?\n"
-                     "Answer: 9 - 4 = \\boxed{5}",
-}
-
 # Sums of several steps. Solved examples come first as turns of the conversation: without them this
 # model writes no equations. The rewards with weight 0 only measure: a curve for each kind of sum.
 WORKED_OUT = {
@@ -114,12 +100,6 @@ NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry"]
 THINGS = ["apples", "books", "coins", "marbles", "pens", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more"]
 LOSSES = ["gives away {}", "loses {}", "sells {}"]
-# --words: does a policy learn the sums, or only these words?
-WORDS = {
-    "usual": (NAMES, THINGS, GAINS, LOSSES),
-    "other": (["Omar", "Ida", "Yuki", "Pia"], ["mugs", "drums", "plums", "bricks"],
-              ["borrows {} more", "finds {} more", "makes {} more"], ["loses {}", "sells {}"]),
-}
 TRAIN = 1000
 TEST = 100
 
@@ -152,21 +132,19 @@ def comparison(rng):
     return question, equation, total
 
 
-def sums_of(steps, words="usual"):
+def sums_of(steps):
     """A kind for every order of + and -: a shortcut such as always to add must not pay.
 
     Carla has 6 coins, buys 2 more and then loses 5. How many coins does Carla have now?
     """
-    names, all_things, gains, losses = WORDS[words]
-
     def kind_with(signs):
         def kind(rng):
             found = None
             while found != signs:
-                name, things, start = rng.choice(names), rng.choice(all_things), rng.randint(2, 9)
+                name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
                 totals, changes = [start], []
                 for _ in signs:
-                    told, equation, total = change(rng, totals[-1], gains, losses)
+                    told, equation, total = change(rng, totals[-1])
                     totals.append(total)
                     changes.append((told, equation))
                 told, equations = zip(*changes)
@@ -233,20 +211,18 @@ def make_problems(n, seed, without=(), kinds=KINDS):
     return list(problems.values())
 
 
-def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0, words="usual"):
+def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0):
     """Problems, rewards and config.json into the folder `task` -> the path of config.json.
 
-    With `steps`, all are sums of so many steps with an example of each kind before them, and
-    longer.jsonl holds sums of one step more, which are never trained on.
+    With `steps`, all are sums of so many steps with an example of each kind before them.
     """
     task.mkdir(parents=True, exist_ok=True)
-    kinds = sums_of(steps, words) if steps else kinds
+    kinds = sums_of(steps) if steps else kinds
     examples = make_problems(len(kinds), seed=2, kinds=kinds) if steps else []
     test = make_problems(TEST, seed=1, without=examples, kinds=kinds)
     train = make_problems(TRAIN, seed=0, without=test + examples, kinds=kinds)
     files = {"test.jsonl": test, "train.jsonl": train}
     if steps:
-        files["longer.jsonl"] = make_problems(TEST, seed=3, kinds=sums_of(steps + 1, words))
         files = {name: [with_examples(problem, examples) for problem in problems]
                  for name, problems in files.items()}
     for name, problems in files.items():
@@ -257,40 +233,6 @@ def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0, words="usual"):
     flags = {"model": str(model.resolve()), **flags}
     config.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
     return config
-
-
-# --------------------------------------------------------------------------------------------------
-# What was learned
-
-# The held-out file, how many turns of the examples stand before its questions (None: all)
-MEASURES = {"as trained": ("test", None), "one example": ("test", 2), "no example": ("test", 0),
-            "a step more": ("longer", None)}
-
-
-def measure(folder, task):
-    """Greedy answers of the model in `folder` to the held-out sums of `task`, as a table."""
-    sys.path.insert(0, str(HERE.parents[1]))
-    from sample import chat_prompt, sample_groups
-
-    final = folder / "final" if (folder / "final").is_dir() else folder  # of a run
-    if not (final / "model.safetensors").is_file():
-        raise ValueError(f"--measure {folder}: holds no model")
-    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(final)
-    print(f"{folder}\n{'':11}  right  equations true  right by kind")
-    for name, (file, n) in MEASURES.items():
-        problems = list(map(json.loads, open(task / f"{file}.jsonl", encoding="utf-8")))
-        conversations = [p["messages"][:-1][:n] + p["messages"][-1:] for p in problems]
-        prompts = [chat_prompt(tokenizer, {"messages": turns}, "") for turns in conversations]
-        answers = sample_groups(model, tokenizer, prompts, 1, 64, temperature=0).responses
-        truths = [p["answer"].rpartition(" ")[2] for p in problems]
-        rights = right(completions=answers, answer=truths)
-        by_kind = defaultdict(list)
-        for problem, is_right in zip(problems, rights):
-            by_kind[signs_of(problem["answer"].rpartition("\n")[0])].append(is_right)
-        kinds = "  ".join(f"{kind} {mean(shares):.2f}" for kind, shares in by_kind.items())
-        print(f"{name:11}  {mean(rights):5.2f}  {mean(true_equations(answers)):14.2f}  {kinds}")
-        print(f"{'':13}{answers[-2]!r}", flush=True)
 
 
 def right_answers(folder, n=5):
@@ -397,30 +339,17 @@ def main(argv=None):
     parser.add_argument("--task", type=Path, default=HERE.parents[1] / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
     parser.add_argument("--mugs", action="store_true", help="a task that fails")
-    parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
     parser.add_argument("--steps-per-sum", type=int, choices=(2, 3), default=0, metavar="N",
                         help="sums of 2 or 3 steps, and an example of each kind in every prompt")
-    parser.add_argument("--words", choices=WORDS, default="usual",
-                        help="with --steps-per-sum: the names, things and verbs of the stories")
     parser.add_argument("--run", action="store_true", help="train, too")
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the run; with --run by default runs/smollm2-sums-TIME")
-    parser.add_argument("--measure", type=Path, nargs="+", default=[], metavar="FOLDER",
-                        help="with --steps-per-sum: held-out sums, before training and after it")
     args, flags_of_train = parser.parse_known_args(argv)
-    if (args.words != "usual" or args.measure) and not args.steps_per_sum:
-        parser.error("--words, --measure: are for sums of several steps (--steps-per-sum)")
     try:
         model_folder(args.folder)
         kinds = (mugs,) if args.mugs else KINDS
-        flags = FLAGS | BOXED if args.boxed else FLAGS
-        flags = flags | WORKED_OUT if args.steps_per_sum else flags
-        config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum,
-                            args.words)
-        if args.measure:
-            for folder in [args.folder, *args.measure]:
-                measure(folder, args.task)
-            return 0
+        flags = FLAGS | WORKED_OUT if args.steps_per_sum else FLAGS
+        config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum)
     except (OSError, ValueError) as error:
         print(f"real_model.py: {error}", file=sys.stderr)
         return 2

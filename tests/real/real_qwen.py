@@ -4,9 +4,7 @@
     python tests/real/real_qwen.py --run  # and runs it
     python tests/real/real_qwen.py --size 0.5B --run  # the small one, all of its weights
     python tests/real/real_qwen.py --prompts  # which prompt the untrained model answers best
-    python tests/real/real_qwen.py --prompts --examples 117 4242  # with these solved ones, too
     python tests/real/real_qwen.py --measure RUN RUN  # held-out problems, untrained and trained
-    python tests/real/real_qwen.py --examples 117 4242 --run  # other solved ones, by their lines
 
 Flags that are not its own go to train.py: --run --steps 100 --seed 1 --output runs/second.
 
@@ -92,18 +90,14 @@ def boxed_solution(problem):
     return f"{solution}\nThe answer is \\boxed{{{answer}}}."
 
 
-def write_task(task, model, size, gsm8k=None, shown=EXAMPLES):
+def write_task(task, model, size, gsm8k=None):
     """Problems and config.json into the folder `task` -> config.json, GSM8K, its examples."""
     task.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, hub_name in (("train", "gsm8k"), ("test", "gsm8k:test")):
         path = gsm8k / f"{name}.jsonl" if gsm8k else gsm8k_file(hub_name)
         found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    n_train = len(found["train"])
-    for n in shown:
-        if not 0 <= n < n_train:
-            raise ValueError(f"--examples {n}: no line of train.jsonl, which has {n_train}")
-    examples = [found["train"][n] for n in shown]
+    examples = [found["train"][n] for n in EXAMPLES]
     for name, problems in found.items():
         lines = [json.dumps(conversation(problem, examples)) + "\n" for problem in problems
                  if problem not in examples]
@@ -169,11 +163,10 @@ def measure(folders, task, found, examples, n):
         print_mean(title, *asked)
 
 
-def print_prompts(folder, task, found, shown, n=40):
+def print_prompts(folder, task, found, n=40):
     """--prompts: what the untrained policy answers to n problems of the training set."""
     print_head()
-    others = {f"examples {shown}": ("", shown)} if shown != EXAMPLES else {}
-    for title, (system_prompt, lines) in {**PROMPTS, **others}.items():
+    for title, (system_prompt, lines) in PROMPTS.items():
         examples = [found["train"][line] for line in lines]
         problems = [conversation(problem, examples) for problem in found["train"][1000:1000 + n]]
         print_row(title, greedy(folder, problems, system_prompt, 512, task))
@@ -186,9 +179,6 @@ def main(argv=None):
     parser.add_argument("--task", type=Path, help="of problems and config.json; default: in runs/")
     parser.add_argument("--gsm8k", type=Path, metavar="FOLDER",
                         help="with train.jsonl and test.jsonl; default: downloaded by its name")
-    parser.add_argument("--examples", type=int, nargs="+", metavar="LINE", default=EXAMPLES,
-                        help="solved ones before every problem, with --measure, too: lines of "
-                        "train.jsonl, from 0")
     parser.add_argument("--run", action="store_true", help="train, too")
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the run; with --run by default runs/gsm8k-SIZE-TIME")
@@ -203,10 +193,9 @@ def main(argv=None):
     args.task = args.task or HERE.parents[1] / "runs" / f"gsm8k-{size}"
     try:
         model_folder(args.folder, SOURCES[args.size])
-        config, found, examples = write_task(args.task, args.folder, args.size, args.gsm8k,
-                                             args.examples)
+        config, found, examples = write_task(args.task, args.folder, args.size, args.gsm8k)
         if args.prompts:
-            print_prompts(args.folder, args.task, found, args.examples)
+            print_prompts(args.folder, args.task, found)
             return 0
         if args.measure:
             folders = [args.folder, *args.measure]

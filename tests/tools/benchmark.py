@@ -4,25 +4,17 @@
     python tests/tools/benchmark.py ragged vocab  # answers of many lengths; 151,936 words
     python tests/tools/benchmark.py qwen1.5b  # the shape of Qwen2.5-1.5B, on a GPU only
     python tests/tools/benchmark.py qwen0.5b --bf16  # the shape of Qwen2.5-0.5B; in bfloat16
-    python tests/tools/benchmark.py real --steps 3  # the task of tests/real/real_model.py
-    python tests/tools/benchmark.py real --steps 20 --bf16  # and does it learn as well there
-    python tests/tools/benchmark.py --scaling  # ours alone: twice the groups, answers, prompts
     python tests/tools/benchmark.py small --against=--no-fast           # with and without a flag
     python tests/tools/benchmark.py qwen0.5b --profile  # where a step of ours spends its time
-    python tests/tools/benchmark.py --head  # [D]'s head alone: lean, and with all the logits
 
-Without a preset all of them run but qwen0.5b, which takes 20 GB, and real; with TRL (`pip install
-trl`) that takes hours, most of them vocab.
+Without a preset all of them run but qwen0.5b, which takes 20 GB; with TRL (`pip install trl`) that
+takes hours, most of them vocab.
 
 What: a whole step, `train.train_step` here and `GRPOTrainer.train` there, on the same weights
 (random, but for tiny), prompts, lengths, reward and threads; on a CPU in float32 unless --bf16 is
-given. TRL gets
-`loss_type="grpo"`, our beta, learning rate and optimizer, no checkpointing, logging or saving. Its
-micro-batch (rows per device batch) is the fastest of a few. Ours is the same number of tokens
-without checkpointing, and then whatever train.py does by default.
-
-The preset real trains: both sides take the same problems in the same order, and the table shows
-their rewards beside their CPU seconds.
+given. TRL gets `loss_type="grpo"`, our beta, learning rate and optimizer, no checkpointing, logging
+or saving. Its micro-batch (rows per device batch) is the fastest of a few. Ours is the same number
+of tokens without checkpointing, and then whatever train.py does by default.
 
 How: every measurement is a process of its own, with one step of warm-up and then `--repeat`
 measured ones. Ours and TRL's take turns `--pairs` times, and ratios are taken between neighbours,
@@ -64,14 +56,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
-from logprob import LeanHead  # noqa: E402
-from reward import (  # noqa: E402
-    REWARDS_BY_NAME,
-    load_function,
-    load_problems,
-    load_rewards,
-    rule_reward,
-)
+from reward import load_problems, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
 SMALL = {
@@ -93,7 +78,6 @@ PRESETS = {
     "vocab": [SMALL | {"vocab": 151936, "hidden": 128, "ffn": 512}],
     "qwen0.5b": [QWEN_SMALL],
     "qwen1.5b": [QWEN],
-    "real": [],  # trains, see train_both
 }
 # Measured steps per process and turns, where --repeat and --pairs do not say otherwise. A step of
 # tiny is short; one of Qwen's is long, and a GPU's clock is steady.
@@ -110,12 +94,12 @@ def measure(job):
     """Steps of one side -> {figure: one number per step}; one "peak", in MB, and the ceilings."""
     settings = train.plan_memory(settings_of(job["folder"], job["flags"]))
     policy, _ = train.load_policy(settings)
-    tokenizer, batches = read_batches(settings, 1 + job["repeat"])
+    tokenizer, batch = read_batch(settings)
     run_steps = trl if job["side"] == "trl" else ours
-    steps, rewards, loaded = run_steps(settings, policy, tokenizer, batches, job)
+    steps, loaded = run_steps(settings, policy, tokenizer, [batch] * (1 + job["repeat"]), job)
     whole = peak_memory()
     matrix_rate, bandwidth = ceilings(policy.device, policy.dtype)
-    P = len(tokenizer(batches[0].prompts[0]).input_ids)
+    P = len(tokenizer(batch.prompts[0]).input_ids)
     U = settings.updates_per_rollout
     figures = []
     for seconds, cpu, sampling, lengths in steps[1:]:
@@ -133,8 +117,8 @@ def measure(job):
             "of_matrix_rate": flops / update / matrix_rate,
         })
     result = {name: [step[name] for step in figures] for name in figures[0]}
-    return result | {"peak": [whole - loaded], "whole": [whole], "rewards": rewards,
-                     "bandwidth": [bandwidth], "matrix_rate": [matrix_rate]}
+    return result | {"peak": [whole - loaded], "whole": [whole], "bandwidth": [bandwidth],
+                     "matrix_rate": [matrix_rate]}
 
 
 def forward_flops(policy, P, lengths, settings):
@@ -191,27 +175,18 @@ def best_time(work, turns=3, times=5):
 
 
 def settings_of(folder, flags=()):
-    """The settings of tests/tiny, of a folder that make_folder made or of a task of
-    tests/real/real_model.py, and flags over them."""
+    """The settings of tests/tiny or of a folder that make_folder made, and flags over them."""
     folder = Path(folder)
-    if (folder / "grpo.json").is_file():
-        return train.parse([f"--config={folder / 'grpo.json'}", f"--model={folder}", *flags])
-    return train.parse([f"--config={folder / 'config.json'}", *flags])
+    return train.parse([f"--config={folder / 'grpo.json'}", f"--model={folder}", *flags])
 
 
-def read_batches(settings, n):
-    """-> tokenizer, n Batches: those of a training where rewards are learned from, else one again
-    and again. AutoTokenizer would give every Qwen2 the words of Qwen2."""
+def read_batch(settings):
+    """-> tokenizer, Batch. AutoTokenizer would give every Qwen2 the words of Qwen2."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
-    problems = load_problems(settings.data)
-    if settings.reward:
-        parts = SimpleNamespace(tokenizer=tokenizer, problems=problems)
-        return tokenizer, [train.batch_of_step(parts, step, settings)
-                           for step in range(1, n + 1)]
-    problems = problems[:settings.prompts_per_step]
+    problems = load_problems(settings.data)[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem, settings.system_prompt)
                for problem in problems]
-    return tokenizer, [train.Batch(problems, prompts)] * n
+    return tokenizer, train.Batch(problems, prompts)
 
 
 def coin_toss(completions, answer, **columns):
@@ -220,31 +195,15 @@ def coin_toss(completions, answer, **columns):
             for text, truth in zip(completions, answer)]
 
 
-def reward_functions(settings):
-    """What the answers are paid for, as TRL calls it."""
-    specs = settings.reward or ()
-    functions = [REWARDS_BY_NAME.get(spec) or load_function("--reward", spec) for spec in specs]
-    return functions or [coin_toss]
-
-
 def ours(settings, policy, tokenizer, batches, job):
-    """-> steps (seconds, CPU seconds, seconds of sampling, lengths), the mean reward of each, and
-    MB when all was loaded."""
+    """-> steps (seconds, CPU seconds, seconds of sampling, lengths), and MB when all was loaded."""
     s = settings
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s)
     loaded = memory_loaded(policy, reference)
-    paid = load_rewards(s.reward) if s.reward else None
     steps = []
-    rewards = []
 
     def reward_of(rollout):
-        nonlocal loaded
-        if job["side"] == "update":  # its memory alone: from here on, the moments are there
-            optimizer.zero_grad()
-            loaded = memory_loaded(policy, reference)
-        if paid:
-            return paid(rollout)
         truths = [problem["answer"] for problem in rollout.problems]
         return torch.tensor(coin_toss(rollout.responses, truths))
 
@@ -256,8 +215,7 @@ def ours(settings, policy, tokenizer, batches, job):
         end = now()
         lengths = rollout.mask.sum(dim=1).tolist()
         steps.append((end[0] - start[0], end[1] - start[1], metrics["seconds_sampling"], lengths))
-        rewards.append(metrics["reward_mean"])
-    return steps, rewards, loaded
+    return steps, loaded
 
 
 def trl(settings, policy, tokenizer, batches, job):
@@ -275,13 +233,6 @@ def trl(settings, policy, tokenizer, batches, job):
     rollouts = []  # (seconds, lengths) of each
     starts = []    # clocks of each optimizer step
     ends = []
-    rewards = []
-
-    def reward(**columns):
-        values = [function(**columns) for function in reward_functions(s)]
-        totals = [sum(row) for row in zip(*values)]
-        rewards.append(sum(totals) / len(totals))
-        return totals
 
     class Timed(GRPOTrainer):
         def _generate(self, prompts):
@@ -310,23 +261,23 @@ def trl(settings, policy, tokenizer, batches, job):
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
     rows = [{"prompt": prompt, "answer": problem["answer"]} for batch in batches
             for prompt, problem in zip(batch.prompts, batch.problems)]
-    trainer = Timed(policy, reward, args, processing_class=tokenizer, callbacks=[Clock()],
+    trainer = Timed(policy, coin_toss, args, processing_class=tokenizer, callbacks=[Clock()],
                     train_dataset=Dataset.from_list(rows))
     loaded = memory_loaded(trainer.model, trainer.ref_model)
     trainer.train()
     steps = [(end[0] - start[0], end[1] - start[1], *rollout)
              for start, end, rollout in zip(starts[::U], ends[U - 1::U], rollouts)]
-    return steps, rewards, loaded
+    return steps, loaded
 
 
 def parts(job):
     """One step under torch's profiler -> {kind of operation: its seconds on a CPU}."""
     settings = train.plan_memory(settings_of(job["folder"], job["flags"]))
     policy, _ = train.load_policy(settings)
-    tokenizer, batches = read_batches(settings, 1)
-    ours(settings, policy, tokenizer, batches, job)  # a warm-up
+    tokenizer, batch = read_batch(settings)
+    ours(settings, policy, tokenizer, [batch], job)  # a warm-up
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        steps, _, _ = ours(settings, policy, tokenizer, batches, job)
+        steps, _ = ours(settings, policy, tokenizer, [batch], job)
     found = defaultdict(float)
     for event in seen.key_averages():
         found[kind_of(event.key)] += event.self_cpu_time_total / 1e6
@@ -342,23 +293,6 @@ def kind_of(operation):
     if name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear") or "mkldnn" in name:
         return "products"
     return name
-
-
-def head_alone(job):
-    """Log-probs of 8 x 512 tokens, V 151,936, hidden 256, forward and backward, one process."""
-    hidden = torch.randn(8 * 512, 256, requires_grad=True)
-    weight = torch.randn(151936, 256, requires_grad=True)
-    targets = torch.randint(len(weight), (len(hidden),))
-    start = now()
-    # The logits have a std of 16: at temperature 16 they look like a model's.
-    if job["side"] == "lean head":
-        logprobs, _ = LeanHead.apply(hidden, weight, targets, 16.0, False)
-    else:
-        logits = hidden @ weight.T / 16.0
-        logprobs = logits.log_softmax(dim=-1).gather(1, targets[:, None])
-    logprobs.sum().backward()
-    end = now()
-    return {"seconds": [end[0] - start[0]], "cpu": [end[1] - start[1]], "peak": [peak_memory()]}
 
 
 def now():
@@ -475,7 +409,7 @@ def set_end_chance(model, chance):
 
 
 def run(folder, side, repeat, rows=0, flags=()):
-    """One measurement in a process of its own -> what `measure` or `head_alone` returned there."""
+    """One measurement in a process of its own -> what `measure` or `parts` returned there."""
     with tempfile.TemporaryDirectory() as output:
         job = {"folder": str(folder), "side": side, "repeat": repeat, "rows": rows,
                "flags": flags, "output": output}
@@ -510,7 +444,7 @@ def compare(name, folder, repeat, pairs, micro_batches, flags=()):
                    for n in rows}
         rows.sort(key=seconds.get)
     best = rows[0]
-    tokenizer, [batch] = read_batches(settings, 1)
+    tokenizer, batch = read_batch(settings)
     longest = max(map(len, tokenizer(batch.prompts).input_ids)) + settings.max_new_tokens
     same = [f"--micro-batch-tokens={best * longest}", "--no-gradient-checkpointing"]
     ours_same, theirs, ours_default = zip(*[
@@ -520,27 +454,6 @@ def compare(name, folder, repeat, pairs, micro_batches, flags=()):
     print_figures(name, {f"ours, {best} rows": ours_same, f"TRL, {best} rows": theirs,
                          "ours, default": ours_default})
     print_ratios(name, ours_same, theirs, ours_default)
-
-
-def train_both(folder, steps, rows, flags):
-    """The preset real: ours and TRL's, a training of so many steps each, one after the other."""
-    if not (folder / "config.json").is_file():
-        sys.exit(f"--task {folder}: no config.json there; tests/real/real_model.py writes one")
-    flags = ["--warmup-steps=0", *flags]  # TRL's warm-up begins with a step of nothing
-    sides = {"ours": run(folder, "ours", steps - 1, flags=flags)}
-    if importlib.util.find_spec("trl"):
-        sides["TRL"] = run(folder, "trl", steps - 1, rows, flags)
-    print_figures("real", {side: [result] for side, result in sides.items()})
-    table("reward in steps", *(f"{n + 1}-{min(n + 5, steps)}" for n in range(0, steps, 5)),
-          "CPU seconds per step", "peak MB of the process")
-    for side, result in sides.items():
-        curve = [result["rewards"][n:n + 5] for n in range(0, steps, 5)]
-        print(f"| {side} | " + " | ".join(f"{sum(part) / len(part):.2f}" for part in curve)
-              + f" | {middle([result], 'cpu'):.1f} | {result['whole'][0]:.0f} |", flush=True)
-    if "TRL" in sides:
-        ours, theirs = sides.values()
-        print(f"\nTRL's CPU seconds over ours: {ratios([theirs], [ours], 'cpu')}; memory of the "
-              f"process, ours over TRL's: {ratios([ours], [theirs], 'whole')}")
 
 
 def middle(results, key):
@@ -603,42 +516,6 @@ def print_parts(name, folder, flags):
         print(f"| {kind} | {seconds:.2f} | {seconds / whole:.0%} |", flush=True)
 
 
-def head(pairs):
-    """[D]'s head alone: all logits, and a chunk of them at a time."""
-    name = Path("8 x 512 tokens")
-    turns = [(run(name, "full logits", 1), run(name, "lean head", 1)) for _ in range(pairs)]
-    table("8 x 512 tokens, V 151,936, hidden 256", "forward + backward, s", "CPU s",
-          "peak MB, the whole process")
-    keys = ("seconds", "cpu", "peak")
-    for side, results in zip(("full logits", "lean head"), zip(*turns)):
-        seconds, cpu, peak = (middle(results, key) for key in keys)
-        print(f"| {side} | {seconds:.1f} | {cpu:.1f} | {peak:.0f} |")
-    print("| full logits over lean head | "
-          + " | ".join(ratios(*zip(*turns), key) for key in keys) + " |")
-
-
-def scaling(folder, size, repeat, pairs):
-    """Ours alone: what twice as much costs, and what a vocabulary costs the update in memory."""
-    twice = folder / "twice"
-    make_folder(size | {"prompts": 2 * size["prompts"]}, twice)
-    once = [f"--prompts-per-step={size['prompts']}"]
-    table("twice the", "seconds per step", "CPU seconds")
-    for flag, name in (("group-size", "group_size"), ("max-new-tokens", "new_tokens"),
-                       ("prompts-per-step", "prompts")):
-        more = [*once, f"--{flag}={2 * size[name]}"]
-        turns = [(run(twice, "ours", repeat, flags=more), run(twice, "ours", repeat, flags=once))
-                 for _ in range(pairs)]
-        print(f"| {flag} | {ratios(*zip(*turns), 'seconds')} | {ratios(*zip(*turns), 'cpu')} |",
-              flush=True)
-    table("vocabulary", "peak MB of an update", "of them gradients")
-    for vocab in (4000, 151936):
-        beside = folder / str(vocab)
-        make_folder(size | {"vocab": vocab}, beside)
-        weights = (beside / "model.safetensors").stat().st_size
-        peak = run(beside, "update", 1)["peak"][0]
-        print(f"| {vocab} | {peak:.0f} | {weights / 1e6:.0f} |", flush=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # The command
 
@@ -650,9 +527,6 @@ def make_parser():
     for name, value in SMALL.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value),
                             help="instead of the preset's")
-    parser.add_argument("--task", type=Path, default=ROOT / "runs" / "smollm2-sums",
-                        help="real: the folder that tests/real/real_model.py writes")
-    parser.add_argument("--steps", type=int, default=20, help="real: of both trainings")
     parser.add_argument("--bf16", action="store_true", help="both in bfloat16")
     parser.add_argument("--repeat", type=int,
                         help="measured steps per process; default 3, tiny 30, qwen1.5b 2")
@@ -661,11 +535,9 @@ def make_parser():
     parser.add_argument("--micro-batches", type=int, nargs="+",
                         help="rows, for TRL")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--scaling", action="store_true", help="measure how ours grows instead")
     parser.add_argument("--against", metavar="FLAGS",
                         help="measure ours with these flags, against the default")
     parser.add_argument("--profile", action="store_true", help="seconds of a step by operation")
-    parser.add_argument("--head", action="store_true", help="measure [D]'s head alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 
@@ -673,11 +545,7 @@ def make_parser():
 def measure_presets(args, folder):
     sizes = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
     flags = ["--dtype=bfloat16" if args.bf16 else "--dtype=auto"]
-    for preset in args.presets or [name for name in PRESETS if name not in ("real", "qwen0.5b")]:
-        if preset == "real":
-            train_both(args.task, args.steps, (args.micro_batches or [16])[0],
-                       ["--dtype=bfloat16" if args.bf16 else "--dtype=float32"])
-            continue
+    for preset in args.presets or [name for name in PRESETS if name != "qwen0.5b"]:
         if preset == "qwen1.5b" and not torch.cuda.is_available():
             print("\nqwen1.5b needs a GPU, and there is none here: NOT MEASURED")
             continue
@@ -712,8 +580,7 @@ def main(argv=None):
     if args.child:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         job = json.loads(args.child)
-        kinds = {"parts": parts, "lean head": head_alone, "full logits": head_alone}
-        print(json.dumps(kinds.get(job["side"], measure)(job)))
+        print(json.dumps(parts(job) if job["side"] == "parts" else measure(job)))
         return 0
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -725,13 +592,7 @@ def main(argv=None):
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.threads} threads, "
           f"torch {torch.__version__}, transformers {transformers.__version__}, {rival}")
     with tempfile.TemporaryDirectory() as temporary:
-        if args.head:
-            head(args.pairs or 3)
-        elif args.scaling:
-            sizes = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
-            scaling(Path(temporary), SMALL | sizes, args.repeat or 3, args.pairs or 3)
-        else:
-            measure_presets(args, Path(temporary))
+        measure_presets(args, Path(temporary))
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     return 0
 

@@ -3,7 +3,6 @@
     pip install trl peft  # into an environment that has this project's packages
     python tests/tools/beside_trl.py RUN/config.json --output runs/trl --minutes 65 --steps 8
     python tests/real/real_qwen.py --measure runs/trl
-    python tests/tools/beside_trl.py --picture RUN runs/trl  # prints Mermaid
 
 train.py's flags come from the config.json of RUN (or follow here, as they do there): the problems
 in train.py's order, the limit of an answer, LoRA's rank and alpha, clip, rate, its fall to 0 at
@@ -20,9 +19,7 @@ import json
 import shutil
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 
 import torch
@@ -111,48 +108,15 @@ def clock(args, found):
     return Clock()
 
 
-# --------------------------------------------------------------------------------------------------
-# The picture
-
-WIDTH = 15  # minutes of a point
-
-
-def picture(folders):
-    """Mermaid: the share of right sampled answers in every quarter of an hour, a line per run."""
-    curves = list(map(curve, folders))
-    until = [WIDTH * (k + 1) for k in range(max(map(len, curves)))]
-    lines = [f"    line {json.dumps([round(value, 3) for value in values])}" for values in curves]
-    print("```mermaid", "xychart-beta", f'    x-axis "minutes" {until}',
-          '    y-axis "sampled answers that are right" 0 --> 0.8', *lines, "```", sep="\n")
-
-
-def curve(folder):
-    """-> the mean sampled accuracy of the steps that ended in each WIDTH minutes."""
-    minutes, found = 0, defaultdict(list)
-    for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines():
-        step = json.loads(line)
-        if "accuracy" in step:  # an evaluation before training has none
-            seconds = sum(value for name, value in step.items() if name.startswith("seconds_"))
-            minutes = step.get("minutes", minutes + seconds / 60)
-            found[int(minutes // WIDTH)].append(step["accuracy"])
-    return [mean(found[k]) for k in range(max(found) + 1)]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path, nargs="?", help="config.json with train.py's flags")
-    parser.add_argument("--output", type=Path, help="a new folder")
+    parser.add_argument("config", type=Path, help="config.json with train.py's flags")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--minutes", type=float, default=65)
     parser.add_argument("--steps", type=int, default=8, help="until the rate is 0 [%(default)s]")
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch [%(default)s]")
-    parser.add_argument("--picture", type=Path, nargs="+", metavar="RUN")
     args, flags = parser.parse_known_args()
-    if args.picture:
-        picture(args.picture)
-    elif args.config and args.output:
-        train_by_trl(args, flags)
-    else:
-        parser.error("give RUN/config.json and --output, or --picture")
+    train_by_trl(args, flags)
 
 
 if __name__ == "__main__":

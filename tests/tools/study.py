@@ -5,7 +5,6 @@
     python tests/tools/study.py --controls  # what part of GRPO teaches, and what must not teach
     python tests/tools/study.py --controls --real runs/smollm2-sums/config.json --steps 50
     python tests/tools/study.py --kept tests/real/sums_smollm2.json  # what is kept of these runs
-    python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
 Delete the folder after a change of the code; runs made by other code are counted and named.
@@ -25,9 +24,7 @@ the mean over each answer a token of a lucky guess would weigh seven times one o
 are not counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
 A step of self-SFT has no more right answers than the untrained policy gives. With several passes it
 has half a step's rows of them, out of all that this policy draws in as many steps as the run has.
-
---real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
-share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
+--real: the controls of a pretrained model on the task of real_model.py, two seeds.
 
 The verdict is a rule, the same for every claim: a difference counts if it is larger than the two
 spreads together. "Not seen" is no proof of the contrary, on a task as small as this one.
@@ -87,7 +84,6 @@ TAUGHT = [                                       # by right answers, in one way 
     Arm("online imitation", IMITATION, imitates=True),
     Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
 ]
-REAL = "--config {real} --prompts-per-step 4"    # half the answers of the run in the README
 
 
 def with_flags(arm, flags, name=""):
@@ -216,27 +212,6 @@ STUDY = {
         Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
             "--reward {rewards}:ended {rewards}:right"),
     ], []),
-    "real": ("A pretrained model", [], [
-        Arm("GRPO", REAL),
-        Arm("beta 0", f"{REAL} --kl-coef 0"),
-        Arm("G = 4", f"{REAL} --group-size 4 --prompts-per-step 8"),
-        Arm("G = 16", f"{REAL} --group-size 16 --prompts-per-step 2"),
-        Arm("4 updates", f"{REAL} --updates-per-rollout 4"),
-        Arm("temperature 1.0", f"{REAL} --temperature 1.0"),
-        Arm("Dr. GRPO", f"{REAL} --aggregate constant --no-scale-by-std"),
-        Arm("DAPO", f"{REAL} --aggregate token --clip-eps-high 0.28 --kl-coef 0 --max-resample 3"),
-    ], [
-        ("000", "right", "GRPO > beta 0", "without the penalty the policy degenerates"),
-        ("001", "right", "GRPO > G = 4", "G = 4 gives noisy baselines: 8 learn faster"),
-        ("003", "right", "G = 16 > GRPO", "below 16 advantages vary much: 16 learn faster"),
-        ("001", "right", "4 updates > GRPO", "4 updates make more of the same answers"),
-        ("002", "clip_fraction", "4 updates > GRPO", "several epochs: more ratios clipped"),
-        ("004", "right", "temperature 1.0 > GRPO", "it learns from the variety of its samples"),
-        ("002", "flat", "GRPO > temperature 1.0", "a higher temperature: fewer flat groups"),
-        ("002", "length", "GRPO > Dr. GRPO", "a mean per answer favours long answers"),
-        ("000", "flat", "GRPO > DAPO", "dynamic sampling leaves fewer flat groups"),
-        ("000", "held_out", "DAPO > GRPO", "it works on what is not yet mastered"),
-    ]),
 }
 
 
@@ -516,12 +491,8 @@ def figures(metrics):
     good = [line["step"] for line in steps if (line["accuracy"] or 0) >= 0.9]
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
-        "held_out": mean("eval_reward", metrics[-1:]),
         "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
-        "right": mean("reward/right", late),             # of real_reward.py, like the next
         "right_curve": [line["reward/right"] for line in steps if "reward/right" in line],
-        "ended": mean("reward/ended", late),
-        "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),
         "at_09": good[0] if good else len(steps) + 1,    # one step too many: never
         "never": int(not good),
@@ -590,9 +561,6 @@ OF_CONTROLS = {"greedy": "greedy", "sampled": "sampled", "at_09": "at 0.9", "tok
                "kl": "KL", "cpu_seconds": "CPU s"}
 OF_REAL_CONTROLS = {"greedy": "greedy", "sampled": "sampled", "pass@2": "pass@2",
                     "pass@4": "pass@4", "pass@8": "pass@8", "cpu_seconds": "CPU s"}
-OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length": "length",
-           "approx_kl": "its own KL", "own_entropy": "entropy", "flat": "flat groups",
-           "clip_fraction": "clipped", "cpu_seconds": "CPU s"}
 
 
 def cell(runs, name):
@@ -615,9 +583,9 @@ def table(name, results, told=None):
     told: {arm: {figure: text}}, in brackets, where the answers behind a figure were not kept.
     """
     title, more, _, claims = STUDY[name]
-    columns = {"real": OF_REAL, "controls": OF_CONTROLS, "rates": OF_CONTROLS,
+    columns = {"controls": OF_CONTROLS, "rates": OF_CONTROLS,
                "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
-    columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
+    columns = columns | {column: MORE[column] for column in more}
     lines = [f"\n### {title}\n", "| | seeds | " + " | ".join(columns.values()) + " |",
              "|" + " --- |" * (len(columns) + 2)]
     for label, runs in results.items():
@@ -712,14 +680,15 @@ def read_runs(output, arm, seeds, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    tiny = [name for name in STUDY if "real" not in name and name != "controls"]
+    tiny = [name for name in STUDY if "controls" not in name]
     parser.add_argument("--only", nargs="+", choices=tiny, default=tiny, metavar="NAME",
                         help="of " + ", ".join(tiny))
-    parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
     parser.add_argument("--controls", action="store_true", help="their table")
+    parser.add_argument("--real", default="", metavar="CONFIG",
+                        help="with --controls: of a pretrained model, on the task of this file")
     parser.add_argument("--kept", type=Path, help="a file: prints the real controls kept in it")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
-    parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
     parser.add_argument("--output", default=str(Path(tempfile.gettempdir()) / "grpo-study"))
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -732,11 +701,9 @@ def main():
         results = {label: list(map(rates, runs)) for label, runs in kept["arms"].items()}
         print(table("real controls", results, kept["told"]), *paired(results), sep="\n")
         return
-    if args.real or args.controls:
-        args.only = [" ".join(["real"] * bool(args.real) + ["controls"] * args.controls)]
-    n_seeds = 2 if args.real else 5
-    args.seeds = args.seeds or list(range(n_seeds))
-    args.steps = args.steps or (25 if args.real else 80)
+    if args.controls:
+        args.only = ["real controls" if args.real else "controls"]
+    args.seeds = args.seeds or list(range(2 if args.real else 5))
 
     arms = [arm for name in args.only for arm in STUDY[name][2]]
     # Runs that go on from a trained policy wait for the runs that train it.

@@ -154,6 +154,7 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
 
 def test_a_signal_ends_an_evaluation_within_a_batch(monkeypatch, tmp_path):
     """Here the first of the first one's five."""
+    monkeypatch.chdir(tmp_path)                           # the reward goes elsewhere
     monkeypatch.setenv("FAULT", "SIGTERM")
     monkeypatch.setenv("FAULT_AT", "1")
     flags = (*OWN_REWARD, "--prompts-per-step=1", "--group-size=2", "--eval-limit=10")

@@ -136,7 +136,7 @@ def test_every_way_out_is_an_error_that_costs_no_step(own, tmp_path, kind, way):
     with pytest.raises(RuntimeError, match=WAYS[way]) as caught:
         train.main([*FLAGS, f"--{kind}={file}:leaves", "--save-every=100", "--max-turns=2",
                     f"--output={folder}"])
-    assert str(file) in str(caught.getrepr())             # its file, and its line
+    assert str(file) in str(caught.getrepr(abspath=True))  # its file, and its line
     assert counters_of(folder)["step"] == len(metrics_of(folder)) - 1 > 0
     note, = caught.value.__notes__
     assert train.command("train.py", "--resume", str(folder)) in note and "no-fast" not in note
