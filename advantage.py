@@ -65,21 +65,19 @@ def centred(rewards, group_size):
 
 def std_of(A):
     """The std of each group, (B, G) -> (B, 1), of what is `centred`."""
-    variance = A.square().nanmean(dim=1, keepdim=True)
-    return variance.sqrt()
+    return A.square().nanmean(dim=1, keepdim=True).sqrt()
 
 
 def bessel(A):
     """(B, G) -> (B, 1): n / (n - 1) for the n numbers of each group that are not NaN."""
-    known = ~A.isnan()
-    n = known.double().sum(dim=1, keepdim=True)
+    n = A.isfinite().double().sum(dim=1, keepdim=True)
     return n / (n - 1).clamp(min=1)
 
 
 def is_flat(rewards, group_size):
     """Rewards (N,) -> (B,) bool: is a group flat? Its rewards are all equal and teach nothing."""
-    differs = centred(rewards, group_size).abs() > 0  # no comparison holds for NaN
-    return ~differs.any(dim=1)
+    A = centred(rewards, group_size).nan_to_num()                            # (B, G)
+    return ~A.any(dim=1)
 
 
 def check(rewards, group_size):
@@ -89,9 +87,10 @@ def check(rewards, group_size):
     N = rewards.numel()
     if rewards.ndim != 1 or N == 0 or N % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
-    for row, reward in enumerate(rewards.tolist()):
-        if abs(reward) >= 1e15:
-            raise ValueError(f"reward of row {row} is {reward}, not a number below 1e15")
+    too_large = rewards.abs() >= 1e15
+    if too_large.any():
+        raise ValueError(f"rewards {rewards[too_large].tolist()} of rows "
+                         f"{too_large.nonzero().flatten().tolist()}: not numbers below 1e15")
 
 
 def leave_one_out_advantages(rewards, group_size=8):
@@ -157,7 +156,7 @@ def pooled_advantages(spans, mask, group_size):
     The rewards of all spans of a group are normalised together, so answers may have different
     numbers of spans, and each span's z-score is added to its tokens.
     """
-    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    advantages = torch.zeros_like(mask, dtype=torch.float64)
     for rows in torch.arange(len(spans)).split(group_size):
         group = [(row, *span) for row in rows for span in spans[row]]
         scores = z_scores([reward for *_, reward in group])
@@ -183,9 +182,8 @@ def process_advantages(step_rewards, mask, group_size=8):
     the answer, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
     t: a token is responsible for its own step and for all later ones. A group's only step gives 0.
     """
-    spans = []
-    for steps in step_rewards:
-        spans.append([(0, end, reward) for end, reward in steps])
+    # (0, end, reward): a step's reward is for all tokens up to its end.
+    spans = [[(0, *step) for step in steps] for steps in step_rewards]
     return pooled_advantages(spans, mask, group_size)
 
 
@@ -197,7 +195,7 @@ def shape_advantages(candidates, mask, group_size=8):
     """
     spans = []
     for of_answer in candidates:
-        shares = shapley_shares([reward for *_, reward in of_answer]).tolist()
+        shares = shapley_shares([reward for *_, reward in of_answer])
         spans.append([(first, last, share)
                       for (first, last, _), share in zip(of_answer, shares)])
     return pooled_advantages(spans, mask, group_size)
