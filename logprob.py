@@ -256,7 +256,7 @@ def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
     back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
     labelled, back = to_device(values.device, tree.labelled, back)
-    values = values.new_zeros(tree.ids.numel()).index_put((labelled,), values)
+    values = values.new_zeros(tree.ids.numel()).scatter(0, labelled, values)
     return values[back]
 
 
