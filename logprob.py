@@ -91,8 +91,8 @@ def chunks(hidden, weight):
     if hidden.is_cuda:
         values = min(2**28, M * V // 8)      # an eighth of them, at most 1 GB in float32
     step = max(256, values // V)             # fewer rows make a CPU's products slower
-    starts = range(0, max(M, 1), step)       # without rows there is still one, empty slice
-    return [slice(start, start + step) for start in starts]
+    # Without rows there is still one, empty slice.
+    return [slice(start, start + step) for start in range(0, M or 1, step)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,8 +165,7 @@ def scaled_logits(hidden, weight, temperature):
         # This lets a CPU use its units for bfloat16, which take such numbers as they are and sum in
         # float32. It is not left on, because a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
-    hidden = hidden.to(weight.dtype)
-    logits = torch.mm(hidden, weight.T, **in_float32(weight))
+    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
     torch.set_float32_matmul_precision(usual)
     return logits if temperature == 1 else logits.div_(temperature)
 
@@ -244,10 +243,10 @@ def prefix_tree(input_ids, labels):
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
     ends = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
-    is_new = (rows[1:] != rows[:-1]).cummax(dim=1).values                         # (U - 1, S)
-    is_new = pad(is_new, (0, 0, 1, 0), value=True)                                # (U, S)
+    change = rows.diff(dim=0, prepend=rows[:1] - 1)      # (U, S); all of the first row is new
+    is_new = (change != 0).cummax(dim=1).values          # as is all behind a token that is new
     first = place.where(is_new, 0).cummax(dim=0).values
-    runs = is_new & (place[0] < ends[:, None])
+    runs = is_new & (column < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
     labelled = place[is_new & (rows % 2 == 1)]
     return Tree(rows % AFTER_LABELS // 2, first, runs, nodes, ends, labelled, row_of)
@@ -257,7 +256,7 @@ def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
     back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
     labelled, back = to_device(values.device, tree.labelled, back)
-    values = values.new_zeros(tree.ids.numel()).index_put((labelled,), values)
+    values = values.new_zeros(tree.ids.numel()).scatter(0, labelled, values)
     return values[back]
 
 
@@ -336,8 +335,7 @@ def padded_attention(model, tree):
         calls.append(to_device(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
     # Every token stands once among the queries: sorted, behind all -1, they are in their own order.
-    T = int(counts.sum())
-    back = torch.cat(slots).argsort()[-T:]                                        # (T,)
+    back = torch.cat(slots).argsort()[-counts.sum():]                             # (T,)
     back, = to_device(model.device, back)
 
     def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
