@@ -409,9 +409,8 @@ def config_of(folder):
     """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
     path = Path(str(folder))
     run = path.parent if path.name in ("final", "best") else path
-    config = run / "config.json"
-    is_run = (run / "metrics.jsonl").is_file() and config.is_file()
-    return str(config) if is_run else None
+    is_run = (run / "metrics.jsonl").is_file() and (run / "config.json").is_file()
+    return f"{run}/config.json" if is_run else None
 
 
 def flag_of(name):
@@ -958,7 +957,7 @@ def check_settings(s):
 
 
 def choose_device(s):
-    """-> (torch.device, the name of the dtype that is fast there)."""
+    """-> (torch.device, the name of the dtype of weights that is fast there)."""
     if s.dry_run:  # the GPU of another machine
         return torch.device("cuda"), "bfloat16"
     best = ("cuda" if torch.cuda.is_available() else
@@ -981,8 +980,8 @@ def choose_device(s):
 
 def settings_of_device(s):
     """Settings -> the same with all that device and model decide; the model, without storage."""
-    device, fast = choose_device(s)
-    dtype = fast if s.dtype == "auto" else s.dtype
+    device, fast_dtype = choose_device(s)
+    dtype = fast_dtype if s.dtype == "auto" else s.dtype
     with blame(f"--model {s.model}:"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
     half = length_limit(model.config) / 2  # half of the positions are for the question
@@ -1120,9 +1119,9 @@ def dither(weight, seed, i, device=None):
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = weight.to(device, dtype, copy=True)
-    # So many float32 numbers lie between neighbours: 2^16 in bfloat16, 1 in float32.
+    # So many float32 numbers, whose eps is 2^-23, lie between neighbours: 2^16 in bfloat16.
     eps = torch.finfo(weight.dtype).eps
-    unit = round(eps / torch.finfo(torch.float32).eps)
+    unit = round(eps * 2**23)
     if unit > 1:
         part = rank() if is_sharded(weight) else 0
         generator = seeded(seed, "off grid", i, part, device=master.device)
