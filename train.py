@@ -43,7 +43,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import reward
 import sample
@@ -257,7 +257,7 @@ def train_grpo(parts, settings, run=None):
 # A config file overrides the defaults, and the command line overrides both.
 
 TINY = HERE / "tests" / "tiny"
-TINY_CONFIG = TINY / "grpo.json"
+TINY_CONFIG = f"{TINY}/grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -268,7 +268,7 @@ def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     text = place(text)
     name = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(name) and text not in {**reward.GSM8K, **reward.REWARDS_BY_NAME}:
+    if os.path.exists(name) and text not in reward.GSM8K | reward.REWARDS_BY_NAME:
         return text.replace(name, os.path.abspath(name), 1)
     return text  # a name: gsm8k, or a model on the hub
 
@@ -409,9 +409,8 @@ def config_of(folder):
     """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
     path = Path(str(folder))
     run = path.parent if path.name in ("final", "best") else path
-    config = run / "config.json"
-    is_run = (run / "metrics.jsonl").is_file() and config.is_file()
-    return str(config) if is_run else None
+    is_run = (run / "metrics.jsonl").is_file() and (run / "config.json").is_file()
+    return f"{run}/config.json" if is_run else None
 
 
 def flag_of(name):
@@ -424,18 +423,16 @@ def parse_flags(words):
         raise BadInput(f"{message} (--help lists the flags)")
 
     parser = argparse.ArgumentParser(
-        prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        usage="train.py [--FLAG VALUE ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
     group = parser
-    for line in inspect.getsource(Settings).splitlines():
-        code, mark, comment = line.partition("  # ")
-        name = code.partition(":")[0].strip()
-        if name and mark:
+    # Of each line with a comment: its first word and the comment
+    for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
+        if name:
             group.add_argument(flag_of(name), **options_of_flag(name, comment))
-        elif mark:  # a comment of its own is a heading
+        else:  # a comment of its own is a heading
             group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
 
@@ -485,7 +482,7 @@ def parse(words):
             print0(line)
     layers = [config, flags]
     if "model" not in config | flags:
-        layers = [read_config(TINY_CONFIG), config, flags]
+        layers.insert(0, read_config(TINY_CONFIG))
         source = source or TINY_CONFIG
     s = Settings()
     for layer in layers:
@@ -499,7 +496,7 @@ def parse(words):
         s.output = s.resume
     s.model = final_of(s.model)
     s.against = final_of(s.against)
-    s.config = str(source or "")
+    s.config = source or ""
     return s
 
 
@@ -526,37 +523,35 @@ def read_config(file):
 
 def scored_groups(parts, batch, s):
     """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
+    G = s.group_size
     policy = sampling_model(parts.policy_model)
-    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
+    rollout, metrics = answers_and_rewards(policy, parts, batch, s)
     first_draw = replace(rollout)  # a copy, for the metrics
     if s.max_resample:
-        rollout, more = without_flat_groups(policy, parts, batch, rollout, s)
-        seconds.update(more)  # Counter.update adds
+        rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
     for draw in (first_draw, rollout):
-        reward.add_length_terms(draw, s.group_size, s.length_rescale, s.answer_tokens,
-                                s.overlong_buffer)
-    G = s.group_size
+        reward.add_length_terms(draw, G, s.length_rescale, s.answer_tokens, s.overlong_buffer)
     if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
         free = [n for n in range(len(first_draw.responses)) if n % G < G // 2]
         first_draw = take(first_draw, free)
         G //= 2
-    return rollout, answer_metrics(first_draw, G) | seconds
+    return rollout, answer_metrics(first_draw, G) | metrics
 
 
-def without_flat_groups(policy, parts, batch, rollout, s):
-    """--max-resample: flat groups give way to groups of other problems -> Rollout, its metrics.
+def without_flat_groups(policy, parts, batch, rollout, metrics, s):
+    """--max-resample: flat groups give way to groups of other problems -> Rollout.
 
     DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
+    The metrics count the groups, and the seconds that the new ones take.
     """
     G = s.group_size
     asked = 0  # so many other problems were asked in this step
-    metrics = Counter(resampled_groups=0)
     for _ in range(s.max_resample):
         n = int(is_flat(rollout.rewards, G).sum())
         everywhere = sum(from_all_ranks(n))
+        metrics["resampled_groups"] += everywhere
         if everywhere == 0:
             break  # every group of every rank teaches something
-        metrics["resampled_groups"] += everywhere
         n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
         others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
         asked += n
@@ -567,25 +562,24 @@ def without_flat_groups(policy, parts, batch, rollout, s):
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
         rollout = take(both, rows)
-    return rollout, metrics
+    return rollout
 
 
 def answers_and_rewards(policy, parts, batch, s):
     """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
+    G = s.group_size
     truths = truths_of(batch.problems)
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        if s.group_size % (2 * s.around_best):
-            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
-        score = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
+        score = partial(score_responses, ground_truths=truths, group_size=G // 2)
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                      s.temperature, batch.generators)
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
+                      batch.generators)
     drawn = time.perf_counter()
-    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
-    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.problems = reward.repeat_each(batch.problems, G)                           # N
+    rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
+    rollout.rule_rewards = score_responses(rollout.responses, truths, G)               # (N,)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -608,7 +602,6 @@ def advantages_of(parts, rollout, s):
 
     Its function gets what its parameters name: settings, columns of the rollout, and what stands
     here.
-
     """
     function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
     given = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
@@ -624,9 +617,8 @@ def advantages_of(parts, rollout, s):
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
         advantages = function(**reward.select_kwargs(function, given)).float()
     advantages[rollout.rewards.isnan()] = 0
-    if s.clip_advantages:
-        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
-    return advantages
+    limit = s.clip_advantages or math.inf
+    return advantages.clamp(-limit, limit)
 
 
 @torch.no_grad()
@@ -707,21 +699,26 @@ def answer_metrics(rollout, group_size):
         "reward_mean": rewards.nanmean(),
         "reward_std": std_of(centred(rewards, len(rewards))),
         "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
-        "accuracy": is_right(known).float().mean(),
-        "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, group_size).float().mean(),
+        "accuracy": share_of(is_right(known)),
+        "format_rate": share_of(known > 0),
+        "flat_groups": share_of(is_flat(rewards, group_size)),
         "response_length_mean": lengths.nanmean(),
         "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": (~all_rows(rollout.finished))[scored].float().mean(),
+        "truncated_fraction": share_of(~all_rows(rollout.finished)[scored]),
     }
     for name, values in (rollout.reward_parts or {}).items():
         metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
     return metrics
 
 
+def share_of(found):
+    """(n,) bool -> the share of it that is True; NaN of nothing."""
+    return found.float().mean()
+
+
 def step_metrics(rollout, metrics, updates, s):
     """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
-    tokens = all_rows(rollout.mask.sum(dim=1)).sum()
+    tokens = sum(from_all_ranks(rollout.mask.sum()))
     seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
     metrics = metrics | {
         "tokens": tokens,
@@ -734,8 +731,7 @@ def step_metrics(rollout, metrics, updates, s):
     if s.step_reward:  # equal sums of an answer's steps may still teach
         teaches = all_rows(rollout.advantages.any(dim=1))                              # (N,)
         groups = teaches.view(-1, s.group_size)                                        # (B, G)
-        is_flat_group = ~groups.any(dim=1)
-        metrics["flat_groups"] = is_flat_group.float().mean()
+        metrics["flat_groups"] = share_of(~groups.any(dim=1))
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
@@ -753,15 +749,13 @@ def batch_of_step(parts, step, s, resampled=None):
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
     order = reward.shuffled(problems, seeded(s.seed, 0, epoch))
-    order = order[k * B:(k + 1) * B]
+    order = reward.groups_of(order, B)[k]
     mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
     if resampled is not None:
         key = (s.seed, "resample", step)
         others = reward.shuffled(problems, seeded(*key))
         others = [problem for problem in others if problem not in order]
-        # No problem comes again before all others have come. There are twice as many as needed,
-        # because one rank may have to draw a group more than another.
-        order = (others + order) * (2 * s.max_resample)
+        order = others + order  # no problem comes again before all others have come
         mine = [rank() + world() * k for k in resampled]
     batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
@@ -770,7 +764,7 @@ def batch_of_step(parts, step, s, resampled=None):
 
 def make_batch(tokenizer, problems, places, key, s):
     """The problems at these places -> Batch; their random numbers follow from key and place."""
-    chosen = [problems[j] for j in places]
+    chosen = [problems[j % len(problems)] for j in places]  # behind the last comes the first
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
@@ -924,20 +918,23 @@ def check_values(s):
     """BadInput: a folder that is in use, or values that cannot be used."""
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
-    if in_use and not s.resume:
-        raise BadInput(f"--output {s.output}: is in use; name another, or continue its run with "
-                       "--resume")
-    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
-        raise BadInput("--reward-weights: one for each --reward")
-    if s.overlong_buffer > s.answer_tokens:
-        raise BadInput(f"--overlong-buffer {s.overlong_buffer}: answers have at most "
-                       f"{s.answer_tokens} tokens")
-    if s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)):
-        raise BadInput(f"--kl-band {s.kl_band}: must be two numbers, the lower one first")
-    if not s.kl_coef and (s.kl_band or s.renew_reference):
-        raise BadInput("--kl-band, --renew-reference: need a --kl-coef above 0")
-    if s.reward_model and s.reward:
-        raise BadInput("--reward-model and --reward: only one can give the rewards")
+    rewards = s.reward or []
+    refuse({
+        f"--output {s.output}: is in use; name another, or continue its run with --resume":
+            in_use and not s.resume,
+        f"--reward {' '.join(rewards)}: names one of them twice": len(set(rewards)) < len(rewards),
+        "--reward-weights: one for each --reward":
+            s.reward_weights and len(s.reward_weights) != len(rewards),
+        "--reward-model and --reward: only one can give the rewards": s.reward_model and rewards,
+        f"--around-best {s.around_best}: must divide half of --group-size":
+            s.around_best and s.group_size % (2 * s.around_best),
+        f"--overlong-buffer {s.overlong_buffer}: answers have at most {s.answer_tokens} tokens":
+            s.overlong_buffer > s.answer_tokens,
+        f"--kl-band {s.kl_band}: must be two numbers, the lower one first":
+            s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
+        "--kl-band, --renew-reference: need a --kl-coef above 0":
+            not s.kl_coef and (s.kl_band or s.renew_reference),
+    })
     with blame("--system-prompt:"):
         reward.check_escapes(json.dumps(s.system_prompt))
 
@@ -949,7 +946,7 @@ def check_combinations(s):
     advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    clashes = {
+    refuse({
         "--against: needs --eval-only": s.against and not s.eval_only,
         f"--plain: the definitions know one process, and no {' '.join(variants)}":
             s.plain and (world() > 1 or variants),
@@ -961,16 +958,21 @@ def check_combinations(s):
         "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
             of_parts and of_answers,
         "--no-scale-by-std, --step-reward, --advantage: only one of them works":
-            sum(advantages) > 1}
-    for line, clash in clashes.items():
-        if clash:
+            sum(advantages) > 1,
+    })
+
+
+def refuse(reasons):
+    """{line: what speaks for it} -> a BadInput of the first line for which something speaks."""
+    for line, reason in reasons.items():
+        if reason:
             raise BadInput(line)
 
 
 def choose_device(s):
-    """-> (torch.device, the name of the weights' dtype)."""
+    """-> (torch.device, the name of the dtype of weights that is fast there)."""
     if s.dry_run:  # the GPU of another machine
-        return torch.device("cuda"), "bfloat16" if s.dtype == "auto" else s.dtype
+        return torch.device("cuda"), "bfloat16"
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
@@ -983,17 +985,16 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and s.dtype not in ("auto", "float32"):
         raise BadInput("--dtype: on mps only float32 works")
-    if s.dtype != "auto":
-        return device, s.dtype
-    if device.type != "cuda":
-        return device, "float32"
-    major, _ = torch.cuda.get_device_capability(device)
-    return device, "bfloat16" if major >= 8 else "float32"  # older GPUs emulate it, which is slow
+    # Older GPUs emulate bfloat16, which is slow.
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return device, "bfloat16"
+    return device, "float32"
 
 
 def settings_of_device(s):
     """Settings -> the same with all that device and model decide; the model, without storage."""
-    device, dtype = choose_device(s)
+    device, fast_dtype = choose_device(s)
+    dtype = fast_dtype if s.dtype == "auto" else s.dtype
     with blame(f"--model {s.model}:"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
     half = length_limit(model.config) / 2  # half of the positions are for the question
@@ -1051,7 +1052,7 @@ def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    config = AutoConfig.from_pretrained(s.model)
+    config = sample.checked_config(s.model)
     limit = length_limit(config)
     T = s.answer_tokens
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
@@ -1112,10 +1113,10 @@ def make_optimizer(model, s, ref_model=None):
 def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[p]
-        state["step"] = torch.zeros((), device=p.device)  # where the fused kernel needs it
-        state["exp_avg"] = torch.zeros_like(p)
-        state["exp_avg_sq"] = torch.zeros_like(p)
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),  # where the fused kernel needs it
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
@@ -1130,10 +1131,10 @@ def dither(weight, seed, i, device=None):
     average the change arrives. Stochastic rounding (arXiv 2010.06192) would draw at every step.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    master = weight.to(device or weight.device, dtype, copy=True)
-    # So many float32 numbers lie between neighbours: 2^16 in bfloat16, 1 in float32.
+    master = weight.to(device, dtype, copy=True)
+    # So many float32 numbers, whose eps is 2^-23, lie between neighbours: 2^16 in bfloat16.
     eps = torch.finfo(weight.dtype).eps
-    unit = round(eps / torch.finfo(torch.float32).eps)
+    unit = round(eps * 2**23)
     if unit > 1:
         part = rank() if is_sharded(weight) else 0
         generator = seeded(seed, "off grid", i, part, device=master.device)
@@ -1254,6 +1255,7 @@ class FactoredLinear(torch.nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         self.first = first
+
         # PEFT begins with the same distribution. B is 0: the first W is W0.
         R = s.lora_rank
         device = linear.weight.device
@@ -1289,15 +1291,14 @@ class FactoredProduct(torch.autograd.Function):
 
 
 def finished_gradients(optimizer):
-    """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
+    """The tensors that may have a gradient, each of them complete: LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
-    weights = getattr(optimizer, "weights", [])
-    tensors = [p for p in trained + weights if p.grad is not None]
     if isinstance(optimizer, LoraAdamW) and world() > 1:
-        for p in tensors:
-            dist.all_reduce(p.grad)  # as FSDP does with shards
-            p.grad /= world()
-    return tensors
+        for p in trained:
+            if p.grad is not None:
+                dist.all_reduce(p.grad)  # as FSDP does with shards
+                p.grad /= world()
+    return trained + getattr(optimizer, "weights", [])
 
 
 def save_adapter(run, optimizer, s):
@@ -1371,8 +1372,8 @@ def fit_gpu(s, model):
     told = f"a step needs some {need + REST:.3g} GB"
     if need > room:
         raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
-    print0(f"memory    {told}" + ", with --offload" * s.offload
-           + ", with --gradient-checkpointing" * s.gradient_checkpointing)
+    print0(f"memory    {told}{', with --offload' * s.offload}"
+           f"{', with --gradient-checkpointing' * s.gradient_checkpointing}")
 
 
 # --------------------------------------------------------------------------------------------------

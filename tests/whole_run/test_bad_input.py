@@ -69,6 +69,7 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--around-best 1 --reply r.py:f", "--reward-weights 1 2 --reward rule", "--kl-band 0 0.1",
     "--kl-band 0.1 0.2 --aggregate constant",
     "--reward-weights 1 2 3 --reward rule think", "--reward-model m --reward rule",
+    "--reward rule rule", "--reward r.py:f rule r.py:f", "--around-best 3",
     *(f"--plain {flags}" for flags in ("--reward rule", "--objective cispo", "--temperature 0.9",
                                     "--max-grad-norm 2")),
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
@@ -84,7 +85,7 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     assert flags[0] in line and "no file" not in line
 
 
-@pytest.mark.parametrize("flags", ["--minibatches 3", "--around-best 3", "--advantage gdpo"])
+@pytest.mark.parametrize("flags", ["--minibatches 3", "--advantage gdpo"])
 def test_flags_that_do_not_go_together_are_named_where_they_are_used(capsys, tmp_path, flags):
     """In the first step, of which nothing is lost."""
     line = refused(capsys, *FLAGS, *flags.split(), f"--output={tmp_path / 'run'}", begun=True)
