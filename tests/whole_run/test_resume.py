@@ -380,6 +380,12 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
             file.write('{"step": 7, "lo')
     (run_folder / f"{CHECKPOINT}.new").write_text("half")
     resumed_ends_the_same(run_folder, uninterrupted)
+    # A kill between the answers of an evaluation and its figures: it is asked again.
+    log = run_folder / "metrics.jsonl"
+    *lines, figures = log.read_text().splitlines(keepends=True)
+    assert "eval_accuracy" in figures
+    log.write_text("".join(lines))
+    resumed_ends_the_same(run_folder, uninterrupted)
 
 
 def of_another_version(path):
