@@ -693,6 +693,8 @@ def main():
     parser.add_argument("--output", default=str(Path(tempfile.gettempdir()) / "grpo-study"))
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.real and not (args.controls or args.run):
+        parser.error("--real: needs --controls")
     if args.run:
         arm = Arm(**json.loads(args.run))
         sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
