@@ -258,20 +258,22 @@ def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None):
     return mask * gtpo_advantages(rewards, mean, answered, group_size, right)
 
 
-# The words of --advantage. train.py's advantages_of hands every function what its parameters name:
-# a column of the rollout (rewards, mask, reward_parts, entropy), a setting (group_size,
-# scale_by_std, reward_weights); or right, candidates, all_rows.
+# The words of --advantage: from x, a Rollout, s, the Settings, and all_rows, see gdpo_advantages
 ADVANTAGES = {
-    "group": group_advantages,
-    "leave-one-out": leave_one_out_advantages,
-    "max-rl": max_rl_advantages,
-    "batch-std": batch_std_advantages,
-    "gdpo": gdpo_advantages,
-    "gtpo": gtpo_advantages,
-    "grpo-s": grpo_s_advantages,
-    "shape": shape_advantages,
+    "group": lambda x, s, all_rows:
+        group_advantages(x.rewards, s.group_size, scale_by_std=s.scale_by_std),
+    "leave-one-out": lambda x, s, all_rows: leave_one_out_advantages(x.rewards, s.group_size),
+    "max-rl": lambda x, s, all_rows: max_rl_advantages(x.rewards, s.group_size),
+    "batch-std": lambda x, s, all_rows: batch_std_advantages(x.rewards, s.group_size, all_rows),
+    "gdpo": lambda x, s, all_rows:
+        gdpo_advantages(x.reward_parts, s.reward_weights, s.group_size, all_rows),
+    "gtpo": lambda x, s, all_rows:
+        gtpo_advantages(x.rewards, x.entropy, x.mask, s.group_size, x.right),
+    "grpo-s": lambda x, s, all_rows:
+        grpo_s_advantages(x.rewards, x.entropy, x.mask, s.group_size, x.right),
+    "shape": lambda x, s, all_rows: shape_advantages(x.candidates, x.mask, s.group_size),
 }
-BY_ENTROPY = ("gtpo", "grpo-s")  # the words whose function needs `entropy`: a forward pass more
+BY_ENTROPY = ("gtpo", "grpo-s")  # those that read x.entropy: it takes a forward pass more
 
 
 # --------------------------------------------------------------------------------------------------

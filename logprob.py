@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -53,7 +54,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     """
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
-    targets, = to_device(model.device, tree.ids.flatten()[tree.labelled])         # (M,)
+    targets, = to_device(model.device, tree.ids.flatten()[tree.label_places])         # (M,)
     logprobs, entropy = head_logprobs(model, hidden, targets, temperature, measure)
     return in_rows(tree, logprobs), in_rows(tree, entropy)
 
@@ -74,7 +75,7 @@ def entropy_of(logp):
 
 def has_long_rows(model):
     """Whether long rows and the lean head compute its forward pass: sample.py's make_fast says."""
-    return "long rows" in getattr(model, "fast", [])
+    return hasattr(model, "fast") and model.fast.has_long_rows
 
 
 def to_device(device, *tensors):
@@ -102,7 +103,7 @@ def chunks(hidden, weight):
 # logits made again, in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; entropies, or 0."""
+    """Log-probs of the targets, (M,), logits = hidden @ weight.T / temperature; entropies."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
@@ -206,13 +207,13 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
 # Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
 #
-#   row        place           first        labelled   runs       ends  nodes    queries  keys
-#   7 2        0  1            0 1             1       1 0        1     0        0        0
-#   8 8 3 4    5  6  7  8      5 6 7 8           7 8   1 1 1 0    3     1 2 3    1 2 3    1 2 3
-#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14     13 14   0 0 0 1 0  4     1 2 3 4  4        1 2 3 4
+#   row        place           first_place  label_places  runs_here  lengths  in_long_row
+#   7 2        0  1            0 1          1             1 0        1        0
+#   8 8 3 4    5  6  7  8      5 6 7 8      7 8           1 1 1 0    3        1 2 3
+#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14  13 14         0 0 0 1 0  4        1 2 3 4
 #
-# A token's position is its column. Only attention mixes the tokens of a row: those that run in it
-# are its queries, and all up to the last of these are their keys.
+# A token's position is its column. Only attention mixes tokens: each sees those of the row in which
+# it runs, up to itself.
 
 AFTER_LABELS = 2**40                     # stands for ids behind the last label, and sorts last
 
@@ -224,11 +225,11 @@ class Tree(NamedTuple):
     """
 
     ids: torch.Tensor                    # (U, S) long
-    first: torch.Tensor                  # (U, S) long: the place where a token stands first
-    runs: torch.Tensor                   # (U, S) bool: it stands here first, and predicts one
-    nodes: torch.Tensor                  # (U, S) long: its place in the long row
-    ends: torch.Tensor                   # (U,) long: how many tokens of a row predict one
-    labelled: torch.Tensor               # (M,) long: where the M labels stand first
+    first_place: torch.Tensor            # (U, S) long: the place where a token stands first
+    label_places: torch.Tensor           # (M,) long: where the M labels stand first
+    runs_here: torch.Tensor              # (U, S) bool: it stands here first, and predicts one
+    lengths: torch.Tensor                # (U,) long: how many tokens of a row predict one
+    in_long_row: torch.Tensor            # (U, S) long: which token of the long row it is
     row_of: torch.Tensor                 # (N,) long: which of the U rows each given row is
 
 
@@ -237,27 +238,28 @@ def prefix_tree(input_ids, labels):
     input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP moves them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
-    ends = (is_label * column).amax(dim=1, keepdim=True)                          # (N, 1)
-    ends = ends.clamp(min=1)
-    rows = (2 * input_ids + is_label).where(column <= ends, AFTER_LABELS)         # (N, S)
+    last_label = (is_label * column).amax(dim=1, keepdim=True)                    # (N, 1)
+    last_label = last_label.clamp(min=1)
+    rows = (2 * input_ids + is_label).where(column <= last_label, AFTER_LABELS)   # (N, S)
     rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
-    ends = (rows < AFTER_LABELS).sum(dim=1) - 1
+    lengths = (rows < AFTER_LABELS).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
     change = rows.diff(dim=0, prepend=rows[:1] - 1)      # (U, S); all of the first row is new
     is_new = (change != 0).cummax(dim=1).values          # as is all behind a token that is new
-    first = place.where(is_new, 0).cummax(dim=0).values
-    runs = is_new & (column < ends[:, None])
-    nodes = runs.flatten().cumsum(dim=0)[first] - 1
-    labelled = place[is_new & (rows % 2 == 1)]
-    return Tree(rows % AFTER_LABELS // 2, first, runs, nodes, ends, labelled, row_of)
+    first_place = place.where(is_new, 0).cummax(dim=0).values
+    label_places = place[is_new & (rows % 2 == 1)]
+    runs_here = is_new & (column < lengths[:, None])
+    in_long_row = runs_here.flatten().cumsum(dim=0)[first_place] - 1
+    ids = rows % AFTER_LABELS // 2
+    return Tree(ids, first_place, label_places, runs_here, lengths, in_long_row, row_of)
 
 
 def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
-    back = tree.first[tree.row_of, 1:]                                            # (N, S-1)
-    labelled, back = to_device(values.device, tree.labelled, back)
-    values = values.new_zeros(tree.ids.numel()).scatter(0, labelled, values)
-    return values[back]
+    places = tree.first_place[tree.row_of, 1:]                                    # (N, S-1)
+    label_places, places = to_device(values.device, tree.label_places, places)
+    of_places = values.new_zeros(tree.ids.numel()).scatter(0, label_places, values)
+    return of_places[places]
 
 
 def hidden_states(model, tree):
@@ -266,17 +268,18 @@ def hidden_states(model, tree):
     A model of a fast family runs one long row, any other the padded rows.
     """
     ids = tree.ids
-    before = tree.labelled - 1
+    before = tree.label_places - 1
     options = {}
     if has_long_rows(model):
-        ids = ids[tree.runs][None]                                                # (1, T)
-        before = tree.nodes.flatten()[before]
-        positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
+        ids = ids[tree.runs_here][None]                                           # (1, T)
+        before = tree.in_long_row.flatten()[before]
+        positions = tree.runs_here.nonzero()[None, :, 1]                          # (1, T)
         positions, = to_device(model.device, positions)
-        attention = flash_attention if has_flash(model) else padded_attention
+        attention = flash_attention if has_flash(model) else block_attention
         options = dict(
             position_ids=positions,
-            attention_mask=positions[None, None],        # the model makes one if it gets none
+            # Nobody reads this one, but without any the model would make its own.
+            attention_mask=positions[None, None],
             attend=attention(model, tree))               # every layer's attention gets it
     ids, before = to_device(model.device, ids, before)
     body = model.get_decoder()                           # it returns hidden states
@@ -294,9 +297,10 @@ def has_flash(model):
 
 def flash_attention(model, tree):
     """-> attention of the long row by flash attention: each row's queries with its keys."""
-    column = torch.arange(tree.nodes.shape[1])                                    # (S,)
-    keys = tree.nodes[column < tree.ends[:, None]]                                # (K,)
-    lengths = torch.stack((tree.runs.sum(dim=1), tree.ends))     # of queries and of keys: (2, U)
+    column = torch.arange(tree.ids.shape[1])                                      # (S,)
+    keys = tree.in_long_row[column < tree.lengths[:, None]]                       # (K,)
+    n_queries = tree.runs_here.sum(dim=1)                                         # (U,)
+    lengths = torch.stack((n_queries, tree.lengths))     # of queries and of keys: (2, U)
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
@@ -314,48 +318,36 @@ def flash_attention(model, tree):
     return attend
 
 
-def padded_attention(model, tree):
-    """-> attention of the long row without flash attention: one call for rows of similar size."""
-    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # or each layer copies its mask
-    column = torch.arange(nodes.shape[1])                                         # (S,)
-    counts = tree.runs.sum(dim=1)                        # of a row's queries: its last tokens
-    sizes = 2 ** counts.log2().ceil().clamp(min=4)       # 16, 32, 64, ...
-    calls = []
-    slots = []
-    for A in sizes.int().unique().tolist():
-        rows = sizes == A                                # M of them
-        longest = int(tree.ends[rows].max())
-        keys = nodes[rows, :longest + -longest % 16]                              # (M, K)
-        # The columns of a row's queries, from its last one back
-        position = (tree.ends[rows, None] - 1 - column[:A]).clamp(min=0)          # (M, A)
-        is_query = column[:A] < counts[rows, None]
-        queries = nodes[rows].gather(1, position)                                 # (M, A)
-        is_hidden = column[:keys.shape[1]] > position[:, None, :, None]           # (M, 1, A, K)
-        mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
-        calls.append(to_device(model.device, queries, keys, mask))
-        slots.append(queries.where(is_query, -1).flatten())
-    # Every token stands once among the queries: sorted, behind all -1, they are in their own order.
-    back = torch.cat(slots).argsort()[-counts.sum():]                             # (T,)
-    back, = to_device(model.device, back)
+def block_attention(model, tree):
+    """-> attention of the long row without flash attention: its T tokens as n blocks of queries.
 
-    def gathered(x, places):                             # (T, H, D), (M, A) -> (M, H, A, D)
-        x = x.index_select(0, places.flatten())
-        return x.unflatten(0, places.shape).transpose(1, 2)
+    The keys of a block are the tokens that any of its queries sees: K of them, or fewer.
+    """
+    size = 32 if model.device.type == "cpu" else 512     # of a block
+    row, column = tree.runs_here.nonzero(as_tuple=True)                           # (T,) each
+    T = len(row)
+    # What each token sees: its row up to itself, and in place of the rest itself again
+    is_seen = torch.arange(tree.ids.shape[1]) <= column[:, None]                  # (T, S)
+    seen = tree.in_long_row[row].where(is_seen, torch.arange(T)[:, None])
+    seen, = to_device(model.device, pad(seen, (0, 0, 0, -T % size)))
+    keys, seen = zip(*[block.unique(return_inverse=True) for block in seen.split(size)])
+    keys = pad_sequence(keys, batch_first=True)                                   # (n, K)
+    seen = torch.stack(seen)                             # which of the keys: (n, size, S)
+    mask = seen.new_full((*seen.shape[:2], keys.shape[1]), -torch.inf, dtype=model.dtype)
+    mask = mask.scatter_(2, seen, 0)[:, None]                                     # (n, 1, size, K)
 
     def attend(q, k, v, scaling):
+        q = pad(q, (0, 0, 0, 0, 0, -T % size)).unflatten(0, (-1, size))      # (n, size, Hq, D)
         if q.is_cuda:
             # With fewer key heads than query heads CUDA takes a slow kernel that holds all scores.
-            repeats = q.shape[1] // k.shape[1]
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
-        outputs = []
-        for queries, keys, mask in calls:
-            out = scaled_dot_product_attention(
-                gathered(q, queries),                                             # (M, H, A, D)
-                gathered(k, keys),                                                # (M, H, K, D)
-                gathered(v, keys),
-                mask, scale=scaling, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))                     # (M * A, Hq, D)
-        return torch.cat(outputs).index_select(0, back)
+            repeats = q.shape[2] // k.shape[1]
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))     # (T, Hq, D)
+        # The gradient of index_select is faster than that of k[keys].
+        k, v = (x.index_select(0, keys.flatten()) for x in (k, v))
+        k, v = (x.unflatten(0, keys.shape) for x in (k, v))                  # (n, K, Hkv, D)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[:T]                         # (T, Hq, D)
 
     return attend
 
@@ -371,25 +363,25 @@ def cut_rows(input_ids, labels, token_budget, share):
     is little padding. Rows that are equal run once, count once and stay together.
     """
     tree = prefix_tree(input_ids, labels)
-    ends = tree.ends.tolist()                            # the tokens that a row runs alone
-    runs = tree.runs.sum(dim=1).tolist()                 # those that the row above has not run
-    order = range(len(ends))
+    lengths = tree.lengths.tolist()                      # the tokens that a row runs alone
+    new = tree.runs_here.sum(dim=1).tolist()             # those that the row above has not run
+    order = range(len(lengths))
     if not share:
-        order = sorted(order, key=ends.__getitem__, reverse=True)
+        order = sorted(order, key=lengths.__getitem__, reverse=True)
     cuts = []
     width, room = 0, -1                                  # of the last cut
     for row in order:
-        tokens = runs[row] if share else width
+        tokens = new[row] if share else width
         if tokens > room:
             cuts.append([])
-            width = tokens = ends[row]
+            width = tokens = lengths[row]
             room = token_budget
         cuts[-1].append(row)
         room -= tokens
     micro_batches = []
     for cut in cuts:
         is_chosen = torch.isin(tree.row_of, torch.tensor(cut))                    # (N,)
-        width = max(ends[row] for row in cut) + 1
+        width = max(lengths[row] for row in cut) + 1
         micro_batches.append((is_chosen.nonzero().flatten(), width))
     return micro_batches
 

@@ -19,7 +19,6 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, shutil, signal
 import time, traceback, warnings
-from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +50,7 @@ from advantage import ADVANTAGES, BY_ENTROPY, centred, is_flat, std_of
 from advantage import plain_advantages, process_advantages
 from logprob import checkpoint_layers, cut_rows, has_long_rows, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
-from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
+from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import HERE, BadInput, blame, is_right, score_responses, truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
@@ -92,59 +91,45 @@ class Parts:
     reward_model: object = None         # with --reward-model the model behind reward_of
 
 
-@dataclass
-class Batch:
-    """What this GPU samples in a step: G answers to each of B prompts."""
+def train_step(parts, step, s):
+    """The GRPO step of that number -> (its metrics {name: float}, its Rollout).
 
-    problems: list             # B dicts, see reward.load_problems
-    prompts: list              # their B prompts, chat template applied
-    generators: list = None    # of random numbers, one per prompt
-    step: int = 1              # of the run
-
-
-def train_step(parts, batch, s):
-    """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
-
-    DeepSeekMath, algorithm 1. `s` are the Settings. With several GPUs each has its own batch; the
-    metrics cover all of them.
+    DeepSeekMath, algorithm 1. `s` are the Settings. Several GPUs share its problems; the metrics
+    cover all of them.
     """
-    # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, metrics = scored_groups(parts, batch, s)
+    # [A] G answers to each problem, drawn from the policy as it is now, [B] a reward for each.
+    rollout, metrics = scored_groups(parts, step, s)
     start = time.perf_counter()
+
+    # [D] Log-probs of the answers' tokens under pi_old, the policy that drew them, and entropies:
+    # (N, S-1) each. If there is one update, it needs no pass before it: then pi is pi_old.
+    if s.updates_per_rollout * s.minibatches > 1 or s.advantage in BY_ENTROPY:
+        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
-    # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
+    # [D] And under the reference: (N, S-1).
     if parts.ref_model:
         rollout.ref_logprobs, _ = rollout_logprobs(parts.ref_model, rollout, s, measure=False)
-
-    # [D] And under pi_old, the policy that drew them. No weight moves before the first update, so
-    # that update finds them on its way and fills these columns. Mini-batches need them before.
-    rollout.old_logprobs, rollout.entropy = torch.zeros(2, *rollout.mask.shape)     # (N, S-1) each
-    batches = [rollout]
-    if s.minibatches > 1:
-        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
-        batches = mini_batches(rollout, s)
 
     # [D] [E] [F] [G] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for rows in batches:
-            fills_old = rows is rollout and not updates
-            updates.append(gradient_step(parts, rows, s, fills_old))
+        for rows in mini_batches(rollout, s):
+            updates.append(gradient_step(parts, rows, s))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def gradient_step(parts, rollout, s, fills_old):
-    """One gradient step on these rows -> its metrics. `fills_old`: no weight has moved yet."""
-    sums = backward(parts, rollout, s, fills_old)
-    check_sampler(parts, rollout, s)
-    # [G] The gradient step. One that is not finite is skipped and counted.
+def gradient_step(parts, rollout, s):
+    """One gradient step on these rows -> its metrics."""
+    metrics = backward(parts, rollout, s)
     grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
-    metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
+    metrics = mean_of_ranks({**metrics, "grad_norm": whole_of(grad_norm)})
+    check_sampler(parts, metrics["sampler_difference"], s)
+    # [G] The gradient step. One that is not finite is skipped and counted.
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
         parts.optimizer.step()
@@ -152,22 +137,21 @@ def gradient_step(parts, rollout, s, fills_old):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s, fills_old):
+def backward(parts, rollout, s):
     """[D] [E] [F] The gradient of the loss -> its metrics."""
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     n_rows = mask.any(dim=1).sum()
     sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": mask.sum()})
-    sums = Counter()  # Counter.update adds
+    found = []
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, fills_old)
-        if fills_old:  # the policy as it is now is still pi_old
-            rollout.old_logprobs[rows, :width - 1] = logp.detach().cpu()
-            rollout.entropy[rows, :width - 1] = entropy.cpu()
-        # [E] [F] against the policy that drew the answers, and against the reference
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s)
         micro = take(rollout, rows, width, logp.device)
+        if micro.old_logprobs is None:  # the policy as it is now is still pi_old
+            micro.old_logprobs, micro.entropy = logp.detach(), entropy
+        # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(
             logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
             clip_eps=s.clip_eps,
@@ -183,8 +167,8 @@ def backward(parts, rollout, s, fills_old):
             sampler_cap=s.sampler_correction,
             **sizes)
         loss.backward()
-        sums.update(metrics)
-    return sums
+        found.append(metrics | old_metrics(micro, s, sizes["n_tokens"]))
+    return sum_of(found)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,11 +182,11 @@ def plain_grpo(parts, s):
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
-        batch = batch_of_step(parts, step, s)
+        problems, generators = problems_of_step(parts, step, s)
         rewards = plain_step(
-            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
-            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
-            s.updates_per_rollout, s.clip_eps, s.kl_coef)
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer,
+            prompts_of(parts, problems, s), truths_of(problems), s.group_size, s.max_new_tokens,
+            generators, s.updates_per_rollout, s.clip_eps, s.kl_coef)
         accuracy = is_right(rewards).float().mean()
         print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
 
@@ -224,12 +208,12 @@ def train_grpo(parts, settings, run=None):
             lr = set_learning_rate(parts.optimizer, step, s)
             adapt_kl_coef(run, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            batch = batch_of_step(parts, step, s)
-            metrics, rollout = train_step(parts, batch, s)
+            metrics, rollout = train_step(parts, step, s)
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
-            run.log_samples(rollout, step, s.group_size)
-            run.log({"step": step, "lr": lr, **metrics})
+            for record in samples_of(rollout, step, s.group_size):
+                run.append("samples.jsonl", record)
+            run.log({"step": step, "lr": lr, **metrics}, rollout.responses[-1])
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
@@ -239,347 +223,37 @@ def train_grpo(parts, settings, run=None):
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
-#   settings        Settings, parse                        every flag, its default and its help
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
-#   loading         load                                   settings -> parts, or one line of refusal
+#   the loop        problems_of_step … evaluate_if_due     what train_grpo calls
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
-#   memory          plan_memory                            a rule, before any is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   what it shows   curves_of, print_story                 the bar, the last lines
 #   its figures     compared, symptoms                     what was gained; when a run warns
+#   settings        Settings, parse                        every flag, its default and its help
+#   the machine     plan_memory                            device, dtype, memory before any is taken
+#   loading         load                                   settings -> parts, or one line of refusal
 #   the program     main, train                            from the command line to the exit status
-
-# --------------------------------------------------------------------------------------------------
-# Settings: every flag with what it takes, its default and its help, which is the comment. A flag
-# takes a word of a table or tuple, several values if that stands in [], or what a function reads.
-# A config file overrides the defaults, and the command line overrides both.
-
-TINY = HERE / "tests" / "tiny"
-TINY_CONFIG = f"{TINY}/grpo.json"
-BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-place = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
-
-
-def file(text):
-    """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
-    text = place(text)
-    name = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(name) and text not in reward.GSM8K | reward.REWARDS_BY_NAME:
-        return text.replace(name, os.path.abspath(name), 1)
-    return text  # a name: gsm8k, or a model on the hub
-
-
-def number(kind, low, high=2**31 - 1):
-    """The type of a number within these bounds; argparse prints what it raises."""
-    def read(text):
-        with suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high:  # this is false for NaN
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
-    return read
-
-
-from_0 = number(int, 0)
-from_1 = number(int, 1)
-amount = number(float, 0)
-above_0 = number(float, 1e-12)
-arguments = sample.template_arguments
-DTYPES = ("auto", "float32", "bfloat16")
-LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
-    "constant": lambda left: 1,
-    "linear": lambda left: left,
-    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
-}
-
-
-@dataclass
-class Settings:
-    # model, data, rewards
-    model: file = str(TINY)  # hub name or folder, also a run's
-    data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
-    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
-    question_field: str = "question"  # the column of the JSONL that holds the question
-    answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
-    system_prompt: str = BOXED  # system message before every question; empty for none
-    template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
-    reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
-    reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
-    step_reward: file = None  # file.py:function that rewards steps: process supervision
-    reward_model: file = ""  # folder of a sequence classifier; its scores are the rewards
-    reward_model_lr: above_0 = 2e-5  # the learning rate if --renew-reference trains it
-    reply: file = None  # file.py:function that gives the user's next message: a tool, say
-    max_turns: from_1 = 4  # at most this many answers in a --reply conversation
-    # the rollout
-    steps: from_1 = 500  # number of rollouts
-    prompts_per_step: from_1 = 8  # B, questions per step
-    group_size: number(int, 2) = 8  # G, answers per question: their mean is the baseline
-    max_new_tokens: from_1 = None  # of an answer; default: 512, or half of the model's positions
-    temperature: above_0 = 1.0  # softmax temperature of sampling and log-probs
-    max_resample: from_0 = 0  # DAPO: rounds in which flat groups are replaced
-    around_best: from_0 = 0  # half of a group continues this many of the other half's best
-    # the objective
-    clip_eps: number(float, 0, 1) = 0.2  # clips ratios at 1 ± this
-    clip_eps_high: amount = None  # upper clip at 1 + this: DAPO's clip-higher, say 0.28
-    kl_coef: amount = 0.04  # beta; 0: no KL, and no reference in memory
-    kl_estimator: KL_ESTIMATORS = "k3"  # estimator of the KL
-    aggregate: AGGREGATES = "sequence"  # how tokens are averaged
-    ratio: RATIOS = "token"  # ratio per token, or per sequence: GSPO
-    objective: OBJECTIVES = "clip"  # clip, or CISPO's weighted log-probs
-    sampler_correction: amount = 0.0  # TIS: weights min(trainer / sampler, this), say 2
-    mask_truncated: bool = False  # leave cut answers out of the loss and its mean
-    renew_reference: from_0 = 0  # steps until the policy becomes the reference; 0: never
-    kl_band: [above_0] = None  # LOW HIGH: adapt beta to keep KL there, say 0.02 0.05
-    # the advantage
-    advantage: ADVANTAGES = "group"  # how siblings are compared
-    scale_by_std: bool = True  # divide the advantages by the group's std; off: Dr. GRPO
-    clip_advantages: above_0 = None  # clip advantages to -this and this, say 5
-    length_rescale: amount = 0.0  # GR3's alpha: rewards shrink with length, say 0.33
-    overlong_buffer: from_0 = 0  # DAPO: the last tokens before the limit cost up to 1
-    # the update
-    lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
-    lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
-    weight_decay: amount = 0.0  # weight decay of AdamW
-    lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
-    lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
-    warmup_steps: from_0 = 10  # the learning rate rises linearly over these
-    updates_per_rollout: from_1 = 1  # passes over the answers of a rollout
-    minibatches: from_1 = 1  # gradient steps per pass, each on its share of the groups
-    max_grad_norm: above_0 = 1.0  # gradients are clipped to this norm
-    # only memory and time
-    fast: bool = True  # CUDA graphs and kernels of our own; off: works everywhere
-    micro_batch_tokens: from_0 = 0  # tokens of one backward pass; 0: chosen for the device
-    gradient_checkpointing: bool = None  # recompute layers [if memory is short]
-    offload: bool = None  # optimizer state in host memory [if memory is short]
-    # measuring
-    eval_every: from_0 = 50  # steps between evaluations; 0: before the first and after the last
-    eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
-    save_every: from_1 = 50  # steps between checkpoints
-    best: bool = True  # keep the policy of the best evaluation in best/
-    seed: from_0 = 0  # seed of the problems' order and of the sampling
-    device: str = "auto"  # cuda, mps or cpu; auto: the first of them that is available
-    dtype: DTYPES = "auto"  # dtype of the weights; auto: bfloat16 where it is fast
-    threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
-    # this call only
-    config: file = ""  # JSON, like a run's config.json
-    output: place = ""  # folder of the run; default: runs/MODEL-TIME-CODE
-    resume: place = ""  # continue the run in this folder; auto: in --output, or begin it there
-    eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
-    against: place = ""  # with --eval-only: another model, asked the same problems and compared
-    plain: bool = False  # train by plain_step alone, and print each step's rewards
-    trace: bool = False  # print one step stage by stage, and stop
-    dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
-
-    @property
-    def learning_rate(self):
-        """Of the optimizer: --lr or its default."""
-        return self.lr or (1e-4 if self.lora_rank else 1e-6)
-
-    @property
-    def answer_tokens(self):
-        """The most tokens that the policy can write in one row, over all turns of --reply."""
-        return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
-
-    @property
-    def has_shards(self):
-        """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
-        return world() > 1 and self.lora_rank == 0
-
-
-FIELDS = vars(Settings())  # {name: default}
-THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
-# The flags that the plain definitions do not know
-VARIANTS = """
-    reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
-    kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
-    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches max_grad_norm
-""".split()
-
-
-def final_of(folder):
-    """The policy's folder, if this is a run's."""
-    return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
-
-
-def config_of(folder):
-    """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
-    path = Path(str(folder))
-    run = path.parent if path.name in ("final", "best") else path
-    is_run = (run / "metrics.jsonl").is_file() and (run / "config.json").is_file()
-    return f"{run}/config.json" if is_run else None
-
-
-def flag_of(name):
-    return "--" + name.replace("_", "-")
-
-
-def parse_flags(words):
-    """The flags in the words of a command line -> {name: value}, without defaults."""
-    def error(message):
-        raise BadInput(f"{message} (--help lists the flags)")
-
-    parser = argparse.ArgumentParser(
-        usage="train.py [--FLAG VALUE ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
-                    "without --model it is that of tests/tiny/grpo.json.")
-    parser.error = error
-    group = parser
-    # Of each line with a comment: its first word and the comment
-    for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
-        if name:
-            group.add_argument(flag_of(name), **options_of_flag(name, comment))
-        else:  # a comment of its own is a heading
-            group = parser.add_argument_group(comment)
-    return vars(parser.parse_args(map(str, words)))  # from Python also numbers
-
-
-def options_of_flag(name, comment):
-    """A field of Settings and its comment -> what add_argument takes."""
-    kind, default = Settings.__annotations__[name], FIELDS[name]
-    options = {"help": comment if default in (None, "") else f"{comment} [{default}]"}
-    if isinstance(kind, list):
-        kind, = kind
-        options |= {"nargs": "+", "action": "extend"}
-    if name == "dry_run":
-        options |= {"nargs": "?", "const": 0.0}
-    if kind is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    if isinstance(kind, dict | tuple):
-        return options | {"choices": kind}
-    if kind not in (str, file, place, arguments):
-        options["metavar"] = "N"
-    return options | {"type": kind}
-
-
-def parse(words):
-    """The words of a command line -> Settings, in layers, of which a later one wins:
-
-    tests/tiny/grpo.json, if no other layer names a model; a config, which is the file --config, or
-    that of the run which --resume or --eval-only names; the words.
-    """
-    flags = parse_flags(words)
-    if flags.get("resume") == "auto":
-        if "output" not in flags:
-            raise BadInput("--resume auto: needs --output, the folder of the run")
-        del flags["resume"]
-        if os.path.exists(f"{flags['output']}/config.json"):
-            flags["resume"] = flags.pop("output")
-            flags.pop("config", None)  # the run's config.json says the same
-    source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
-    if flags.get("eval_only") and not source:
-        source = config_of(flags.get("model"))  # a run's policy is asked as in its run
-    config = read_config(source) if source else {}
-    # A config is anybody's: code that it names runs if the command names the code or the config.
-    for name in ("reward", "step_reward", "reply"):
-        if ":" in str(config.get(name)) and name not in flags and "resume" not in flags:
-            line = f"{flag_of(name)}: {source} names code, {config[name]}"
-            if "config" not in flags:
-                raise BadInput(f"{line}; to run it, name it in the command, too")
-            print0(line)
-    layers = [config, flags]
-    if "model" not in config | flags:
-        layers.insert(0, read_config(TINY_CONFIG))
-        source = source or TINY_CONFIG
-    s = Settings()
-    for layer in layers:
-        # Other --data: the held-out problems of the layers below do not belong to it.
-        if "data" in layer and "resume" not in layer:
-            s.eval_data = ""
-        vars(s).update(layer)
-    if s.resume:
-        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
-            raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
-        s.output = s.resume
-    s.model = final_of(s.model)
-    s.against = final_of(s.against)
-    s.config = source or ""
-    return s
-
-
-def read_config(file):
-    """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    words = []  # of a command line that says the same
-    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-        for name, value in config.items():
-            if name not in FIELDS or name in THIS_CALL:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file")
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, bool):
-                    words.append(flag_of(name if item else f"no_{name}"))
-                elif item is not None:  # None is the default
-                    text = item if isinstance(item, str) else json.dumps(item)
-                    words.append(f"{flag_of(name)}={text}")
-        with chdir(Path(file).parent):
-            return parse_flags(words)
-
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
 
-def scored_groups(parts, batch, s):
+def scored_groups(parts, step, s):
     """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
-    G = s.group_size
     policy = sampling_model(parts.policy_model)
-    rollout, metrics = answers_and_rewards(policy, parts, batch, s)
-    first_draw = replace(rollout)  # a copy, for the metrics
+    rollout, seconds = answers_and_rewards(policy, parts, *problems_of_step(parts, step, s), s)
+    metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
-        rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
-    for draw in (first_draw, rollout):
-        reward.add_length_terms(draw, G, s.length_rescale, s.answer_tokens, s.overlong_buffer)
-    if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
-        free = [n for n in range(len(first_draw.responses)) if n % G < G // 2]
-        first_draw = take(first_draw, free)
-        G //= 2
-    return rollout, answer_metrics(first_draw, G) | metrics
+        rollout = without_flat_groups(policy, parts, step, rollout, metrics, s)
+    return rollout, metrics
 
 
-def without_flat_groups(policy, parts, batch, rollout, metrics, s):
-    """--max-resample: flat groups give way to groups of other problems -> Rollout.
-
-    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
-    The metrics count the groups, and the seconds that the new ones take.
-    """
-    G = s.group_size
-    asked = 0  # so many other problems were asked in this step
-    for _ in range(s.max_resample):
-        n = int(is_flat(rollout.rewards, G).sum())
-        everywhere = sum(from_all_ranks(n))
-        metrics["resampled_groups"] += everywhere
-        if everywhere == 0:
-            break  # every group of every rank teaches something
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = batch_of_step(parts, batch.step, s, range(asked, asked + n))
-        asked += n
-        drawn, seconds = answers_and_rewards(policy, parts, others, s)
-        metrics.update(seconds)  # Counter.update adds
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
-        rollout = take(both, rows)
-    return rollout
-
-
-def answers_and_rewards(policy, parts, batch, s):
-    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
+def answers_and_rewards(policy, parts, problems, generators, s):
+    """[A] G answers to each problem, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
-    G = s.group_size
-    truths = truths_of(batch.problems)
-    sampler = parts.sampler
-    if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        score = partial(score_responses, ground_truths=truths, group_size=G // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
-                      batch.generators)
+    rollout = drawn_answers(policy, parts, problems, generators, s)
     drawn = time.perf_counter()
-    rollout.problems = reward.repeat_each(batch.problems, G)                           # N
-    rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
-    rollout.rule_rewards = score_responses(rollout.responses, truths, G)               # (N,)
+    rollout.rule_rewards = score_responses(rollout.responses, truths_of(problems), s.group_size)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -593,29 +267,70 @@ def answers_and_rewards(policy, parts, batch, s):
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
     rollout.rule_rewards[unscored] = math.nan
-    return rollout, Counter(seconds_sampling=drawn - start,
-                            seconds_scoring=time.perf_counter() - drawn)
+    rollout.earned = rollout.rewards
+    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
+                            s.overlong_buffer)
+    return rollout, {"seconds_sampling": drawn - start,
+                     "seconds_scoring": time.perf_counter() - drawn}
+
+
+def drawn_answers(policy, parts, problems, generators, s):
+    """[A] G answers to each problem -> Rollout."""
+    G = s.group_size
+    prompts = prompts_of(parts, problems, s)
+    sampler = parts.sampler
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        score = partial(score_responses, ground_truths=truths_of(problems), group_size=G // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, score=score)
+    rollout = sampler(policy, parts.tokenizer, prompts, G, s.max_new_tokens, s.temperature,
+                      generators)
+    rollout.problems = reward.repeat_each(problems, G)                                 # N
+    rollout.prompts = reward.repeat_each(prompts, G)                                   # N
+    return rollout
+
+
+def without_flat_groups(policy, parts, step, rollout, metrics, s):
+    """--max-resample: flat groups give way to groups of other problems -> Rollout.
+
+    DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
+    The metrics count the groups, and the seconds that the new ones take.
+    """
+    G = s.group_size
+    asked = 0  # so many other problems were asked in this step
+    metrics["resampled_groups"] = 0
+    for _ in range(s.max_resample):
+        n = int(is_flat(rollout.earned, G).sum())
+        everywhere = sum(from_all_ranks(n))
+        metrics["resampled_groups"] += everywhere
+        if everywhere == 0:
+            break  # every group of every rank teaches something
+        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
+        others = other_problems(parts, step, s, range(asked, asked + n))
+        asked += n
+        drawn, seconds = answers_and_rewards(policy, parts, *others, s)
+        for name, value in seconds.items():
+            metrics[name] += value
+        both = sample.joined(rollout, drawn)
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
+        flat = is_flat(both.earned, G).repeat_interleave(G)                           # (N + n G,)
+        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
+        rollout = take(both, rows)
+    return rollout
 
 
 def advantages_of(parts, rollout, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
-
-    Its function gets what its parameters name: settings, columns of the rollout, and what stands
-    here.
-    """
-    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
-    given = vars(s) | vars(rollout) | {"mask": rollout.mask, "all_rows": all_rows}
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        given["right"] = is_right(rollout.rule_rewards)
-    if s.advantage == "shape":  # the boxes of each answer
+        rollout.right = is_right(rollout.rule_rewards)
+    if s.advantage == "shape":
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
-    if s.advantage in BY_ENTROPY:
-        _, given["entropy"] = rollout_logprobs(parts.policy_model, rollout, s)
-    if s.advantage == "gdpo" and not rollout.reward_parts:
-        raise BadInput("--advantage gdpo: needs several --reward")
+        rollout.candidates = reward.boxed_candidates(words, truths_of(rollout.problems))
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**reward.select_kwargs(function, given)).float()
+        if s.step_reward:
+            A = process_advantages(rollout.step_rewards, rollout.mask, s.group_size)
+        else:
+            A = ADVANTAGES[s.advantage](rollout, s, all_rows)
+    advantages = A.float()
     advantages[rollout.rewards.isnan()] = 0
     limit = s.clip_advantages or math.inf
     return advantages.clamp(-limit, limit)
@@ -642,7 +357,7 @@ def micro_batches(model, rollout, s):
     return with_progress(cuts, desc="micro-batches")
 
 
-def micro_batch_logprobs(model, rollout, rows, width, s, measure):
+def micro_batch_logprobs(model, rollout, rows, width, s, measure=True):
     """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
@@ -659,24 +374,24 @@ def mini_batches(rollout, s):
     return [take(rollout, rows.flatten()) for rows in shares]
 
 
-def check_sampler(parts, rollout, s):
+def old_metrics(rollout, s, n_tokens):
+    """Of pi_old, these rows' share in means over the batch's tokens, like the loss's metrics."""
+    old = rollout.old_logprobs                                                         # (n, S-1)
+    mask = loss_mask(rollout, s)
+    apart = (rollout.sampler_logprobs - old).abs()
+    apart = apart.where(mask & old.isfinite(), 0)  # else the update is skipped
+    return {"entropy": rollout.entropy.where(mask, 0).sum() / max(n_tokens, 1),
+            "sampler_difference": apart.sum() / max(n_tokens, 1)}
+
+
+def check_sampler(parts, nats, s):
     """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
     # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
-    nats = sampler_difference(rollout)
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
         mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
-
-
-def sampler_difference(rollout):
-    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
-    old = rollout.old_logprobs                                                         # (N, S-1)
-    apart = (rollout.sampler_logprobs - old).abs()
-    apart = apart.where(rollout.mask & old.isfinite(), 0)  # else the update is skipped
-    nats = apart.sum() / rollout.mask.sum().clamp(min=1)
-    return mean_of_ranks({"nats": nats})["nats"]
 
 
 def loss_mask(rollout, s):
@@ -686,8 +401,12 @@ def loss_mask(rollout, s):
     return rollout.mask
 
 
-def answer_metrics(rollout, group_size):
+def answer_metrics(rollout, s):
     """The metrics of drawn answers and of their rewards."""
+    G = s.group_size
+    if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
+        rollout = take(rollout, [n for n in range(len(rollout.responses)) if n % G < G // 2])
+        G //= 2
     rewards = all_rows(rollout.rewards)                                                # (N,)
     scored = ~rewards.isnan()  # the other answers are in no metric
     lengths = all_rows(rollout.mask.sum(dim=1)).float()                                # (N,)
@@ -698,10 +417,10 @@ def answer_metrics(rollout, group_size):
     metrics = {
         "reward_mean": rewards.nanmean(),
         "reward_std": std_of(centred(rewards, len(rewards))),
-        "reward_std_in_groups": std_of(centred(rewards, group_size)).nanmean(),
+        "reward_std_in_groups": std_of(centred(rewards, G)).nanmean(),
         "accuracy": share_of(is_right(known)),
         "format_rate": share_of(known > 0),
-        "flat_groups": share_of(is_flat(rewards, group_size)),
+        "flat_groups": share_of(is_flat(rewards, G)),
         "response_length_mean": lengths.nanmean(),
         "response_length_p95": lengths.nanquantile(0.95),
         "truncated_fraction": share_of(~all_rows(rollout.finished)[scored]),
@@ -709,6 +428,11 @@ def answer_metrics(rollout, group_size):
     for name, values in (rollout.reward_parts or {}).items():
         metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
     return metrics
+
+
+def sum_of(dicts):
+    """A list of {name: number} -> {name: the sum of its numbers}."""
+    return {name: sum(each[name] for each in dicts) for name in dicts[0]}
 
 
 def share_of(found):
@@ -722,8 +446,6 @@ def step_metrics(rollout, metrics, updates, s):
     seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
     metrics = metrics | {
         "tokens": tokens,
-        "entropy": all_rows(rollout.entropy.sum(dim=1)).sum() / tokens,  # per token
-        "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         "tokens_per_second": tokens / sum(seconds),
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
@@ -732,41 +454,49 @@ def step_metrics(rollout, metrics, updates, s):
         teaches = all_rows(rollout.advantages.any(dim=1))                              # (N,)
         groups = teaches.view(-1, s.group_size)                                        # (B, G)
         metrics["flat_groups"] = share_of(~groups.any(dim=1))
-    for name in updates[0]:
-        total = sum(update[name] for update in updates)
-        metrics[name] = total if name == "skipped_updates" else total / len(updates)
+    totals = sum_of(updates)
+    metrics |= {name: total / len(updates) for name, total in totals.items()}
+    metrics["skipped_updates"] = totals["skipped_updates"]
     return {name: float(value) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def batch_of_step(parts, step, s, resampled=None):
-    """This GPU's share of the step's B problems -> Batch; or these of its share of the others."""
+def problems_of_step(parts, step, s):
+    """This GPU's share of the step's B problems, each with random numbers of its own: two lists."""
+    mine = share_of_rank(s.prompts_per_step)  # whole groups: one on two GPUs would have two means
+    return chosen(batch_of_step(parts, step, s), mine, (s.seed, step))
+
+
+def other_problems(parts, step, s, places):
+    """These of this GPU's share of the problems that the step has not asked, likewise."""
+    key = (s.seed, "resample", step)
+    batch = batch_of_step(parts, step, s)
+    others = reward.shuffled(parts.problems, seeded(*key))
+    others = [problem for problem in others if problem not in batch]
+    # No problem comes again before all others have come.
+    return chosen(others + batch, [rank() + world() * k for k in places], key)
+
+
+def batch_of_step(parts, step, s):
+    """The step's B problems."""
     B = s.prompts_per_step
-    problems = parts.problems
-    key = (s.seed, step)
     # Every epoch has a new order; the few problems that do not fill a step are left out.
-    epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = reward.shuffled(problems, seeded(s.seed, 0, epoch))
-    order = reward.groups_of(order, B)[k]
-    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
-    if resampled is not None:
-        key = (s.seed, "resample", step)
-        others = reward.shuffled(problems, seeded(*key))
-        others = [problem for problem in others if problem not in order]
-        order = others + order  # no problem comes again before all others have come
-        mine = [rank() + world() * k for k in resampled]
-    batch = make_batch(parts.tokenizer, order, mine, key, s)
-    batch.step = step
-    return batch
+    epoch, k = divmod(step - 1, len(parts.problems) // B)  # steps count from 1
+    order = reward.shuffled(parts.problems, seeded(s.seed, 0, epoch))
+    return reward.groups_of(order, B)[k]
 
 
-def make_batch(tokenizer, problems, places, key, s):
-    """The problems at these places -> Batch; their random numbers follow from key and place."""
-    chosen = [problems[j % len(problems)] for j in places]  # behind the last comes the first
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
+def chosen(problems, places, key):
+    """The problems at these places, and a generator for each, which follows from key and place."""
+    found = [problems[j % len(problems)] for j in places]  # behind the last comes the first
+    return found, [seeded(*key, j) for j in places]
+
+
+def prompts_of(parts, problems, s):
+    """Their prompts, chat template applied."""
+    return [chat_prompt(parts.tokenizer, problem, s.system_prompt) for problem in problems]
 
 
 def seeded(*key, device="cpu"):
@@ -807,6 +537,13 @@ def adapt_kl_coef(run, s):
             s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
 
 
+LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
+    "constant": lambda left: 1,
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
+
+
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
@@ -824,7 +561,9 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
 
     A signal to the run breaks it off: then some problems were not asked.
     """
-    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    # Of the variants of a step's answers and rewards an evaluation has none.
+    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0,
+                length_rescale=0, overlong_buffer=0)
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
@@ -832,9 +571,8 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         if run and run.signal:
             break
-        key = s.seed, "evaluation"
-        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
-        rollout, _ = answers_and_rewards(policy, parts, batch, s)
+        asked = chosen(parts.eval_problems, places, (s.seed, "evaluation"))
+        rollout, _ = answers_and_rewards(policy, parts, *asked, s)
         rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
     rows = sum(from_all_ranks(rows), [])
     metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
@@ -865,225 +603,6 @@ def evaluate_if_due(run, parts, s):
     run.append("evaluations.jsonl", key | {"answers": rows})
     run.log(key | scores)
     keep_best(run, parts, s)
-
-
-# --------------------------------------------------------------------------------------------------
-# Loading: device, model, tokenizer, problems, reward. Nearly all bad input is found before a folder
-# is made.
-
-def load(s):
-    """Settings that plan_memory has completed -> the Parts of a run."""
-    torch.set_num_threads(s.threads)
-    if s.prompts_per_step < world():
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
-    reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
-    reward_model = ref_model = optimizer = None
-    sampler = sample_groups
-    if s.reply:
-        reply = reward.load_function("--reply", s.reply)
-        sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
-                          reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
-    policy_model, tokenizer = load_policy(s)
-    problems, eval_problems = load_data(s, tokenizer)
-    if s.reward_model:  # after the policy: from then on transformers prints nothing
-        reward_model, reward_of = load_reward_model(s, problems)
-    policy_model = shard(policy_model, s, samples=True)
-    if not s.eval_only:
-        if s.kl_coef:  # the initial policy, frozen
-            # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
-            ref_model = shard(initial.requires_grad_(False), s)
-        optimizer = make_optimizer(policy_model, s, ref_model)
-    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
-                 reward_of, reward_model)
-
-
-def load_reward_model(s, problems):
-    """-> the RewardModel of --reward-model and its reward_of."""
-    with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
-        sample.checked_config(s.reward_model)
-        model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, s.device)
-        sample.check_loaded(report)
-    if s.renew_reference:  # else it is never trained
-        with_moments(model.optimizer)
-        if not any(truths_of(problems)):
-            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
-                   "the rule orders its pairs")
-    prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
-    prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
-    return model, partial(reward.model_rewards, model, prompt_of)
-
-
-def check_values(s):
-    """BadInput: a folder that is in use, or values that cannot be used."""
-    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
-    rewards = s.reward or []
-    refuse({
-        f"--output {s.output}: is in use; name another, or continue its run with --resume":
-            in_use and not s.resume,
-        f"--reward {' '.join(rewards)}: names one of them twice": len(set(rewards)) < len(rewards),
-        "--reward-weights: one for each --reward":
-            s.reward_weights and len(s.reward_weights) != len(rewards),
-        "--reward-model and --reward: only one can give the rewards": s.reward_model and rewards,
-        f"--around-best {s.around_best}: must divide half of --group-size":
-            s.around_best and s.group_size % (2 * s.around_best),
-        f"--overlong-buffer {s.overlong_buffer}: answers have at most {s.answer_tokens} tokens":
-            s.overlong_buffer > s.answer_tokens,
-        f"--kl-band {s.kl_band}: must be two numbers, the lower one first":
-            s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
-        "--kl-band, --renew-reference: need a --kl-coef above 0":
-            not s.kl_coef and (s.kl_band or s.renew_reference),
-    })
-    with blame("--system-prompt:"):
-        reward.check_escapes(json.dumps(s.system_prompt))
-
-
-def check_combinations(s):
-    """BadInput: flags that would train something else in silence."""
-    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
-    own = s.reward or s.reward_model or s.reply
-    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
-    of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
-    of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    refuse({
-        "--against: needs --eval-only": s.against and not s.eval_only,
-        f"--plain: the definitions know one process, and no {' '.join(variants)}":
-            s.plain and (world() > 1 or variants),
-        "--kl-band: needs a KL per token, not --aggregate constant":
-            s.kl_band and s.aggregate == "constant",
-        "--around-best, --advantage shape: work with the rule's reward alone":
-            own and (s.around_best or s.advantage == "shape"),
-        "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
-        "--reward-model, --length-rescale, --overlong-buffer, --max-resample":
-            of_parts and of_answers,
-        "--no-scale-by-std, --step-reward, --advantage: only one of them works":
-            sum(advantages) > 1,
-    })
-
-
-def refuse(reasons):
-    """{line: what speaks for it} -> a BadInput of the first line for which something speaks."""
-    for line, reason in reasons.items():
-        if reason:
-            raise BadInput(line)
-
-
-def choose_device(s):
-    """-> (torch.device, the name of the dtype of weights that is fast there)."""
-    if s.dry_run:  # the GPU of another machine
-        return torch.device("cuda"), "bfloat16"
-    best = ("cuda" if torch.cuda.is_available() else
-            "mps" if torch.backends.mps.is_available() else "cpu")
-    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
-        device = torch.device(best if s.device == "auto" else s.device)
-        torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
-        if device.index:
-            torch.cuda.set_device(device)  # the default GPU for calls that name none
-    if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
-        raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
-                       " or a torch for an older CUDA (pytorch.org), or use --device cpu")
-    if device.type == "mps" and s.dtype not in ("auto", "float32"):
-        raise BadInput("--dtype: on mps only float32 works")
-    # Older GPUs emulate bfloat16, which is slow.
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return device, "bfloat16"
-    return device, "float32"
-
-
-def settings_of_device(s):
-    """Settings -> the same with all that device and model decide; the model, without storage."""
-    device, fast_dtype = choose_device(s)
-    dtype = fast_dtype if s.dtype == "auto" else s.dtype
-    with blame(f"--model {s.model}:"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
-    half = length_limit(model.config) / 2  # half of the positions are for the question
-    s = replace(s, device=str(device), dtype=dtype,
-                max_new_tokens=s.max_new_tokens or int(min(512, half)),
-                # The last digit of a sum depends on the number of threads.
-                threads=s.threads or torch.get_num_threads())
-    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # a CPU is fastest with what fits its cache
-        tokens = 2048 if dtype == "bfloat16" else 1024
-    s.micro_batch_tokens = s.micro_batch_tokens or tokens
-    # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
-    if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
-        s.offload = False
-    return s, model
-
-
-def load_policy(s, name="--model"):
-    """The policy and its tokenizer; a model that will be sharded is in host memory."""
-    device = "cpu" if s.has_shards else s.device
-    fast = s.fast and not s.plain
-    with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
-    if s.gradient_checkpointing:
-        checkpoint_layers(model)
-    return model, tokenizer
-
-
-def load_data(s, tokenizer):
-    """Training and held-out problems -> two lists of dicts."""
-    held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = []  # an evaluation of held-out problems needs none
-    if not (s.eval_only and held_out):
-        problems = checked_problems("--data", s.data, tokenizer, s)
-    if held_out:
-        eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
-    else:
-        problems, eval_problems = reward.hold_out(problems)
-        print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
-    if len(each_once) < len(eval_problems):
-        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
-               "equal ones are asked once")
-    eval_problems = reward.distinct(each_once, s.eval_limit or None)
-    if not eval_problems:
-        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
-    if len(problems) < s.prompts_per_step and not s.eval_only:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(problems)} to train on, beside those that are held out (--eval-data "
-                       "names others, or the same file)")
-    return problems, eval_problems
-
-
-def checked_problems(name, source, tokenizer, s):
-    """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
-    # The built-in rewards need a true answer to compare with.
-    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    config = sample.checked_config(s.model)
-    limit = length_limit(config)
-    T = s.answer_tokens
-    if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
-        T += T // 2
-    unknown = []  # how many words of each prompt the tokenizer does not know
-    marked = []  # one special token of each problem that holds some
-
-    # Every prompt is checked now, not in the step that happens to draw it.
-    def visit(problem):
-        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-        ids = sample.ids_of(tokenizer, prompt)
-        unknown.append(ids.count(tokenizer.unk_token_id))
-        marked.extend(sample.marks_in(tokenizer, problem)[:1])
-        if max(ids) >= config.get_text_config().vocab_size:
-            raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its tokenizer "
-                             "has more words")
-        if len(ids) + T > limit:
-            raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
-                             f"the model's {limit} positions: lower --max-new-tokens or "
-                             "--max-turns, or take out such problems")
-
-    with blame(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        visit, partial(with_progress, desc=f"reading {source}"))
-    if any(unknown):
-        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
-               f"{s.model}, and are all one word to the policy; choose a --model that knows them")
-    if marked:
-        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
-               "template may write, and a space breaks it up: give the bare question, or messages")
-    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1310,70 +829,10 @@ def save_adapter(run, optimizer, s):
         "r": s.lora_rank,
         "lora_alpha": s.lora_alpha or 2 * s.lora_rank,
         "target_modules": sorted({name.rpartition(".")[2] for name in optimizer.linears})}
-    with run.replacing("adapter") as new:
+    with replacing(run.folder / "adapter") as new:
         new.mkdir()
         save_file(optimizer.factors, new / "adapter_model.safetensors")
         (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory, by a rule of thumb and before anything is loaded. Checkpointing and offload save memory
-# and cost time: on a GPU each is turned on if a step would not fit without it.
-
-PROMPT = 256  # tokens of a prompt that the rule assumes
-REST = 3  # GB for logits, keys and values
-ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
-          "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
-
-
-def plan_memory(s):
-    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
-    check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    check_values(s)
-    s, model = settings_of_device(s)
-    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
-    # A CPU's memory is not counted, and an evaluation has no step.
-    if s.device.startswith("cuda") and not s.eval_only:
-        fit_gpu(s, model)
-    return s
-
-
-def fit_gpu(s, model):
-    """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
-    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
-        free = (s.dry_run - 1) * 2**30
-    else:
-        free, _ = torch.cuda.mem_get_info()
-    room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
-    n = model.num_parameters() / 1e9
-    size = model.dtype.itemsize
-    part = n / world() if s.has_shards else n
-    weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
-    # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
-    # weights, which a reference has.
-    training = 16 * part
-    if s.lora_rank:
-        training = 0 if s.kl_coef else weights
-    # Each row of a matrix keeps 1.6 numbers of a token; most layers can keep their input alone.
-    kept = 1.6 * n / model.config.get_text_config().hidden_size * s.micro_batch_tokens * size
-    if s.offload is None:
-        s.offload = weights + training + kept / 10 > room
-    if s.offload:
-        training /= 4  # the gradients stay
-    if s.gradient_checkpointing is None:
-        s.gradient_checkpointing = weights + training + kept > room
-    if s.gradient_checkpointing:
-        kept /= 10
-    need = weights + training + kept
-    if s.dry_run is not None:
-        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
-               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
-               f"in all               {need + REST:5.1f} GB")
-    told = f"a step needs some {need + REST:.3g} GB"
-    if need > room:
-        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
-    print0(f"memory    {told}{', with --offload' * s.offload}"
-           f"{', with --gradient-checkpointing' * s.gradient_checkpointing}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1513,7 +972,7 @@ def sampling_model(model):
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
 # Of a group in samples.jsonl; most groups have the first two alone
-TENSORS = "finished advantages input_ids labels old_logprobs".split()
+TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
 
 
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
@@ -1539,6 +998,40 @@ if hasattr(os, "register_at_fork"):
                         after_in_child=reset_signals)
 
 
+@contextmanager
+def stopping_on_signals(run):
+    """Ctrl-C, or a scheduler's signal, lets the step end; a second one stops at once."""
+    def stop(number, _):
+        signal.signal(number, signal.SIG_DFL)
+        run.signal = number
+        print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
+
+    names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
+    try:
+        for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
+            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+                with suppress(ValueError):  # only the main thread may set handlers
+                    OLD_HANDLERS[number] = signal.signal(number, stop)
+        yield
+    finally:
+        while OLD_HANDLERS:
+            signal.signal(*OLD_HANDLERS.popitem())
+
+
+@contextmanager
+def replacing(path):
+    """Yields a path beside this file or folder; what is complete there replaces it."""
+    new = path.with_name(f"{path.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # a kill may have left half a folder
+    yield new
+    if new.is_dir():  # os.replace cannot replace a folder that has files
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with open(new, "rb+") as file:
+            os.fsync(file.fileno())
+    os.replace(new, path)
+
+
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
@@ -1554,7 +1047,6 @@ class Run:
     name = ""
     folder = None  # of rank 0, see claim_folder()
     signal = 0
-    answer = ""  # the last answer of the last step
 
     def __init__(self):
         self.history = []  # the lines of metrics.jsonl: those of steps,
@@ -1579,25 +1071,6 @@ class Run:
             pass  # Windows, or a file system without locks
         return str(self.folder)
 
-    @contextmanager
-    def stopping_on_signals(self):
-        """Ctrl-C, or a scheduler's signal, lets the step end; a second one stops at once."""
-        def stop(number, _):
-            signal.signal(number, signal.SIG_DFL)
-            self.signal = number
-            print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
-
-        names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
-        try:
-            for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
-                if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
-                    with suppress(ValueError):  # only the main thread may set handlers
-                        OLD_HANDLERS[number] = signal.signal(number, stop)
-            yield
-        finally:
-            while OLD_HANDLERS:
-                signal.signal(*OLD_HANDLERS.popitem())
-
     def stopped(self):
         """The signal to any rank, which stops all of them; 0 if there was none."""
         number = max(from_all_ranks(self.signal))
@@ -1605,13 +1078,13 @@ class Run:
             self.signal = number
         return number
 
-    def log(self, metrics):
+    def log(self, metrics, answer=""):
         """Write the line of a step or of an evaluation; a step's warns of a known failure."""
         line = {name: finite(value) for name, value in metrics.items()}
         is_step = "eval_id" not in line
         if is_step:
             recent = [*self.history[-RECENT:], line]
-            symptom = symptoms(recent, self.answer)
+            symptom = symptoms(recent, answer)
             if symptom and not any("warning" in row for row in recent):  # one is enough
                 line["warning"] = symptom
                 print0(f"step {line['step']}: {symptom}", sys.stderr)
@@ -1643,23 +1116,6 @@ class Run:
             answers[line["step"], line["eval_id"]] = line["answers"]
         return answers[points[0]], answers[points[-1]]
 
-    def log_samples(self, rollout, step, group_size):
-        """Write the step's first two groups, as they were scored."""
-        self.answer = rollout.responses[-1]
-        for rows in reward.groups_of(range(len(rollout.responses)), group_size)[:2]:
-            group = take(rollout, rows)
-            problem = group.problems[0]
-            record = {"step": step, "question": problem["question"],
-                      "truth": truth_in_words(problem),
-                      "prompt": group.prompts[0], "responses": group.turns or group.responses}
-            # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
-            is_shown = group.advantages.any() and step.bit_count() == 1
-            for name, values in {"rewards": group.rewards, **(group.reward_parts or {})}.items():
-                record[name] = list(map(finite, values.tolist()))
-            for name in TENSORS if is_shown else TENSORS[:2]:
-                record[name] = getattr(group, name).tolist()
-            self.append("samples.jsonl", record)
-
     def append(self, name, record):
         if self.folder:
             with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
@@ -1675,18 +1131,22 @@ class Run:
         for line in self.records("metrics.jsonl"):
             (self.evaluations if "eval_id" in line else self.history).append(line)
 
-    @contextmanager
-    def replacing(self, name):
-        """Yields a path beside the file or folder; what is complete there replaces the old one."""
-        new = self.folder / f"{name}.new"
-        shutil.rmtree(new, ignore_errors=True)  # a kill may have left half a folder
-        yield new
-        if new.is_dir():  # os.replace cannot replace a folder that has files
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-        else:
-            with open(new, "rb+") as file:
-                os.fsync(file.fileno())
-        os.replace(new, self.folder / name)
+
+def samples_of(rollout, step, group_size):
+    """The step's first two groups as they were scored, a record of each for samples.jsonl."""
+    for rows in reward.groups_of(range(len(rollout.responses)), group_size)[:2]:
+        group = take(rollout, rows)
+        problem = group.problems[0]
+        record = {"step": step, "question": problem["question"],
+                  "truth": truth_in_words(problem),
+                  "prompt": group.prompts[0], "responses": group.turns or group.responses}
+        # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
+        is_shown = group.advantages.any() and step.bit_count() == 1
+        for name, values in {"rewards": group.rewards, **(group.reward_parts or {})}.items():
+            record[name] = list(map(finite, values.tolist()))
+        for name in TENSORS if is_shown else TENSORS[:2]:
+            record[name] = getattr(group, name).tolist()
+        yield record
 
 
 def finite(number):
@@ -1711,7 +1171,7 @@ def save_folder(model, tokenizer, run, name):
         weights.pop(tied, None)
     whole = on_host(run, weights)
     if run.folder:
-        with run.replacing(name) as new:
+        with replacing(run.folder / name) as new:
             model.save_pretrained(new, state_dict=whole)
             sample.save_tokenizer(tokenizer, new)
             (new / f"step-{run.step}").touch()
@@ -1774,7 +1234,7 @@ def save_checkpoint(run, parts, s):
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
-        with run.replacing(CHECKPOINT) as new:
+        with replacing(run.folder / CHECKPOINT) as new:
             save_file(whole, new)
     run.saved_step = run.step
 
@@ -1825,7 +1285,7 @@ def cut_logs(run):
         lines = path.read_text().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
         kept = [line for line in whole if json.loads(line)["step"] <= run.step]
-        with run.replacing(name) as new:
+        with replacing(run.folder / name) as new:
             new.write_text("".join(kept))
 
 
@@ -2002,11 +1462,11 @@ def compared(before, after, name):
             f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
 
 
-def with_error(values, group_size=1):
+def with_error(values):
     """The mean ± its standard error. That is 0 where all values are 0 or all are 1, as if other
     problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
     """
-    mean, error, B = mean_and_error(values, group_size)
+    mean, error, B = mean_and_error(values)
     if not error < 1e-9:  # the error of a single problem is NaN
         return f"{mean:.3f} ± {error:.3f}"
     if mean not in (0, 1):
@@ -2015,18 +1475,16 @@ def with_error(values, group_size=1):
     return f"{mean:.3f} [{max(mean - edge, 0):.3g}, {min(mean + edge, 1):.3g}]"
 
 
-def mean_and_error(values, group_size=1):
-    """The mean over B problems of values (B * group_size,), its standard error, and B.
+def mean_and_error(values):
+    """The mean over problems of a value of each, its standard error, and their number B.
 
-    The error is the std of the problems' own means (by B - 1), divided by sqrt(B): how far the mean
-    of other problems would lie; NaN for one problem. A NaN does not apply: a problem of these alone
-    is not counted.
+    The error is the values' std (by B - 1), divided by sqrt(B): how far the mean of other problems
+    would lie; NaN for one problem. A NaN does not apply: such a problem is not counted.
     """
-    means = values.view(-1, group_size).nanmean(dim=1)                   # (B,)
-    means = means[~means.isnan()]
-    mean = means.mean()
-    B = len(means)
-    error = (means - mean).norm() / math.sqrt(B * (B - 1))
+    values = values[~values.isnan()]
+    mean = values.mean()
+    B = len(values)
+    error = (values - mean).norm() / math.sqrt(B * (B - 1))
     return mean, error, B
 
 
@@ -2073,98 +1531,529 @@ def symptoms(history, answer=""):
 
 
 # --------------------------------------------------------------------------------------------------
-# Two flags that print and stop: --eval-only, --trace
+# Settings: every flag with what it takes, its default and its help, which is the comment. A flag
+# takes a word of a table or tuple, several values if that stands in [], or what a function reads.
+# A config file overrides the defaults, and the command line overrides both.
 
-def print_figures(parts, s):
-    """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
-    G, T, second = s.group_size, s.temperature, parts
-    title = f"{G} samples of each at temperature {T}"
-    if s.against:
-        G, T, second = 1, 0.0, parts_against(parts, s)
-        title = s.against
-    _, greedy = evaluate(parts, s)
-    _, rows = evaluate(second, s, G, T)
-    print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {title}")
-    names = [*reward_names(greedy), "tokens", "cut"]
-    by_rule = (column(greedy + rows, "boxed") > 0).any()
-    if by_rule:  # else these lines would say nothing
-        names += ["right", "boxed", "right of boxed and uncut"]
-    for name in names:
-        left = with_error(column(greedy, name))
-        right = with_error(column(rows, name), G)
-        print0(f"{name:25} {left:18} {right}")
-    if s.against:
-        for name in reward_names(greedy) + ["right"] * by_rule:
-            print0(f"{name:25} {compared(rows, greedy, name)}")
-        return
-    truths = truths_of(parts.eval_problems)
-    final = [reward.extract_boxed(row["answer"]) for row in rows]
-    final = reward.groups_of(final, G)
-    powers = [k for k in range(1, G) if k.bit_count() == 1]
-    for k in [*powers, G]:  # 1, 2, 4, 8 … G
-        for name in ["right"] * by_rule + reward_names(rows) * bool(parts.reward_of):
-            values = column(rows, name).view(-1, G)                                    # (B, G)
-            best = reward.best_of_k(values, k)
-            title = f"pass@{k}" if name == "right" else f"{name}, best of {k}"
-            print0(f"{title:25} {with_error(best)}")
-        if by_rule and None not in truths:
-            print0(f"{f'maj@{k}':25} {with_error(reward.majority_at_k(final, truths, k))}")
+TINY = HERE / "tests" / "tiny"
+TINY_CONFIG = f"{TINY}/grpo.json"
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def parts_against(parts, s):
-    """--against: the parts with that policy. If it is a run's, tell what is asked otherwise."""
-    other = replace(s, model=s.against)
-    model, tokenizer = load_policy(other, "--against")
-    with blame(f"--against {s.against}:"):  # its template and its length may not fit
-        load_data(other, tokenizer)
-    source = config_of(s.against)
-    trained = Settings(**read_config(source)) if source else s
-    for name in "system_prompt template_args max_new_tokens reply max_turns".split():
-        if getattr(trained, name) != getattr(s, name):
-            print0(f"--against {s.against}: asked with {flag_of(name)} {getattr(s, name)!r}, its "
-                   f"run had {getattr(trained, name)!r}")
-    return replace(parts, policy_model=shard(model, s, samples=True), tokenizer=tokenizer)
+place = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
 
 
-def print_trace(parts, s):
-    """--trace: print one step on one group, stage by stage, like the theory's walkthrough."""
-    # Up to 20 problems are tried for one whose answers differ in reward: else advantages are 0.
-    s = replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
-                max_resample=0 if s.step_reward else 20)
-    batch = batch_of_step(parts, 1, s)
-    metrics, rollout = train_step(parts, batch, s)
-    mask = rollout.mask                                                                # (G, S-1)
-    A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    print0(f"\n[A] sample_groups: {s.group_size} answers to\n{rollout.prompts[0]}\n\n"
-           f"[B] score_responses: rewards, the truth is {truth_in_words(rollout.problems[0])}\n"
-           f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
-    for n, response in enumerate(rollout.responses):
-        print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
-               f"A {A[n, mask[n].int().argmax()]:+.4f}: {' '.join(response[:60].split())}")
+def file(text):
+    """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
+    text = place(text)
+    name = text.rpartition(":")[0] if ".py:" in text else text
+    if os.path.exists(name) and text not in reward.GSM8K | reward.REWARDS_BY_NAME:
+        return text.replace(name, os.path.abspath(name), 1)
+    return text  # a name: gsm8k, or a model on the hub
 
-    # The terms of the loss after the update; before it every ratio was 1.
-    new, _ = rollout_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
-    old = rollout.old_logprobs
-    # Without a reference (--kl-coef 0) its column repeats the old policy.
-    ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
-    log_ratio = new - old
-    clip_high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
-    J, clipped = OBJECTIVES[s.objective](log_ratio, A, s.clip_eps, clip_high, new)
-    kl = kl_estimate(new, ref, s.kl_estimator, old)
-    print0("\n[D] token_logprobs, [E] grpo_loss's J, [F] kl_estimate: the first tokens, after "
-           "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
-    for n, t in mask.nonzero().tolist():
-        if mask[n, :t].sum() < 4:
-            word, = words_of(parts.tokenizer, rollout.input_ids[n, t + 1:t + 2].tolist())
-            print0(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}"
-                   f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
-                   + (" clipped" if clipped[n, t] else ""))
-    moved = (log_ratio * A > 0)[mask]
-    print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
-           f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.learning_rate:g}\n    "
-           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage: "
-           "all share weights, and where A is 0 there is none\n\n"
-           "[H] train_grpo: fresh answers from the policy as it is now, and again")
+
+def number(kind, low, high=2**31 - 1):
+    """The type of a number within these bounds; argparse prints what it raises."""
+    def read(text):
+        with suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high:  # this is false for NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
+    return read
+
+
+from_0 = number(int, 0)
+from_1 = number(int, 1)
+amount = number(float, 0)
+above_0 = number(float, 1e-12)
+arguments = sample.template_arguments
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass
+class Settings:
+    # model, data, rewards
+    model: file = str(TINY)  # hub name or folder, also a run's
+    data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
+    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
+    question_field: str = "question"  # the column of the JSONL that holds the question
+    answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
+    system_prompt: str = BOXED  # system message before every question; empty for none
+    template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
+    reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
+    reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
+    step_reward: file = None  # file.py:function that rewards steps: process supervision
+    reward_model: file = ""  # folder of a sequence classifier; its scores are the rewards
+    reward_model_lr: above_0 = 2e-5  # the learning rate if --renew-reference trains it
+    reply: file = None  # file.py:function that gives the user's next message: a tool, say
+    max_turns: from_1 = 4  # at most this many answers in a --reply conversation
+    # the rollout
+    steps: from_1 = 500  # number of rollouts
+    prompts_per_step: from_1 = 8  # B, questions per step
+    group_size: number(int, 2) = 8  # G, answers per question: their mean is the baseline
+    max_new_tokens: from_1 = None  # of an answer; default: 512, or half of the model's positions
+    temperature: above_0 = 1.0  # softmax temperature of sampling and log-probs
+    max_resample: from_0 = 0  # DAPO: rounds in which flat groups are replaced
+    around_best: from_0 = 0  # half of a group continues this many of the other half's best
+    # the objective
+    clip_eps: number(float, 0, 1) = 0.2  # clips ratios at 1 ± this
+    clip_eps_high: amount = None  # upper clip at 1 + this: DAPO's clip-higher, say 0.28
+    kl_coef: amount = 0.04  # beta; 0: no KL, and no reference in memory
+    kl_estimator: KL_ESTIMATORS = "k3"  # estimator of the KL
+    aggregate: AGGREGATES = "sequence"  # how tokens are averaged
+    ratio: RATIOS = "token"  # ratio per token, or per sequence: GSPO
+    objective: OBJECTIVES = "clip"  # clip, or CISPO's weighted log-probs
+    sampler_correction: amount = 0.0  # TIS: weights min(trainer / sampler, this), say 2
+    mask_truncated: bool = False  # leave cut answers out of the loss and its mean
+    renew_reference: from_0 = 0  # steps until the policy becomes the reference; 0: never
+    kl_band: [above_0] = None  # LOW HIGH: adapt beta to keep KL there, say 0.02 0.05
+    # the advantage
+    advantage: ADVANTAGES = "group"  # how siblings are compared
+    scale_by_std: bool = True  # divide the advantages by the group's std; off: Dr. GRPO
+    clip_advantages: above_0 = None  # clip advantages to -this and this, say 5
+    length_rescale: amount = 0.0  # GR3's alpha: rewards shrink with length, say 0.33
+    overlong_buffer: from_0 = 0  # DAPO: the last tokens before the limit cost up to 1
+    # the update
+    lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
+    lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
+    weight_decay: amount = 0.0  # weight decay of AdamW
+    lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
+    lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
+    warmup_steps: from_0 = 10  # the learning rate rises linearly over these
+    updates_per_rollout: from_1 = 1  # passes over the answers of a rollout
+    minibatches: from_1 = 1  # gradient steps per pass, each on its share of the groups
+    max_grad_norm: above_0 = 1.0  # gradients are clipped to this norm
+    # only memory and time
+    fast: bool = True  # CUDA graphs and kernels of our own; off: works everywhere
+    micro_batch_tokens: from_0 = 0  # tokens of one backward pass; 0: chosen for the device
+    gradient_checkpointing: bool = None  # recompute layers [if memory is short]
+    offload: bool = None  # optimizer state in host memory [if memory is short]
+    # measuring
+    eval_every: from_0 = 50  # steps between evaluations; 0: before the first and after the last
+    eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
+    save_every: from_1 = 50  # steps between checkpoints
+    best: bool = True  # keep the policy of the best evaluation in best/
+    seed: from_0 = 0  # seed of the problems' order and of the sampling
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of them that is available
+    dtype: DTYPES = "auto"  # dtype of the weights; auto: bfloat16 where it is fast
+    threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
+    # this call only
+    config: file = ""  # JSON, like a run's config.json
+    output: place = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: place = ""  # continue the run in this folder; auto: in --output, or begin it there
+    plain: bool = False  # train by plain_step alone, and print each step's rewards
+    dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
+
+    @property
+    def learning_rate(self):
+        """Of the optimizer: --lr or its default."""
+        return self.lr or (1e-4 if self.lora_rank else 1e-6)
+
+    @property
+    def answer_tokens(self):
+        """The most tokens that the policy can write in one row, over all turns of --reply."""
+        return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
+
+    @property
+    def has_shards(self):
+        """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
+        return world() > 1 and self.lora_rank == 0
+
+
+FIELDS = vars(Settings())  # {name: default}
+THIS_CALL = "config output resume plain dry_run".split()  # in no config
+# The flags that the plain definitions do not know
+VARIANTS = """
+    reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
+    kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
+    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches max_grad_norm
+""".split()
+
+
+def final_of(folder):
+    """The policy's folder, if this is a run's."""
+    return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
+
+
+def flag_of(name):
+    return "--" + name.replace("_", "-")
+
+
+def parse_flags(words):
+    """The flags in the words of a command line -> {name: value}, without defaults."""
+    def error(message):
+        raise BadInput(f"{message} (--help lists the flags)")
+
+    parser = argparse.ArgumentParser(
+        usage="train.py [--FLAG VALUE ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
+                    "without --model it is that of tests/tiny/grpo.json.")
+    parser.error = error
+    group = parser
+    # Of each line with a comment: its first word and the comment
+    for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
+        if name:
+            group.add_argument(flag_of(name), **options_of_flag(name, comment))
+        else:  # a comment of its own is a heading
+            group = parser.add_argument_group(comment)
+    return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def options_of_flag(name, comment):
+    """A field of Settings and its comment -> what add_argument takes."""
+    kind, default = Settings.__annotations__[name], FIELDS[name]
+    options = {"help": comment if default in (None, "") else f"{comment} [{default}]"}
+    if isinstance(kind, list):
+        kind, = kind
+        options |= {"nargs": "+", "action": "extend"}
+    if name == "dry_run":
+        options |= {"nargs": "?", "const": 0.0}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if isinstance(kind, dict | tuple):
+        return options | {"choices": kind}
+    if kind not in (str, file, place, arguments):
+        options["metavar"] = "N"
+    return options | {"type": kind}
+
+
+def parse(words):
+    """The words of a command line -> Settings, in layers, of which a later one wins:
+
+    tests/tiny/grpo.json, if no other layer names a model; a config, which is the file --config, or
+    that of the run which --resume names; the words.
+    """
+    flags = parse_flags(words)
+    if flags.get("resume") == "auto":
+        if "output" not in flags:
+            raise BadInput("--resume auto: needs --output, the folder of the run")
+        del flags["resume"]
+        if os.path.exists(f"{flags['output']}/config.json"):
+            flags["resume"] = flags.pop("output")
+            flags.pop("config", None)  # the run's config.json says the same
+    source = f"{flags['resume']}/config.json" if "resume" in flags else flags.get("config")
+    config = read_config(source) if source else {}
+    if "resume" not in flags:
+        for name in code_in(config, flags):
+            print0(f"{flag_of(name)}: {source} names code, {config[name]}")
+    layers = [config, flags]
+    if "model" not in config | flags:
+        layers.insert(0, read_config(TINY_CONFIG))
+        source = source or TINY_CONFIG
+    s = Settings()
+    for layer in layers:
+        # Other --data: the held-out problems of the layers below do not belong to it.
+        if "data" in layer and "resume" not in layer:
+            s.eval_data = ""
+        vars(s).update(layer)
+    if s.resume:
+        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+            raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
+        s.output = s.resume
+    s.model = final_of(s.model)
+    s.config = source or ""
+    return s
+
+
+def code_in(config, flags):
+    """The flags of a config, which is anybody's, that name code which the command does not name."""
+    return [name for name in ("reward", "step_reward", "reply")
+            if ":" in str(config.get(name)) and name not in flags]
+
+
+def read_config(file):
+    """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
+    words = []  # of a command line that says the same
+    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in config.items():
+            if name not in FIELDS or name in THIS_CALL:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, bool):
+                    words.append(flag_of(name if item else f"no_{name}"))
+                elif item is not None:  # None is the default
+                    text = item if isinstance(item, str) else json.dumps(item)
+                    words.append(f"{flag_of(name)}={text}")
+        with chdir(Path(file).parent):
+            return parse_flags(words)
+
+
+def check_settings(s):
+    """BadInput: flags that would train something else in silence, a folder in use, odd values."""
+    rewards, weights, band = s.reward or [], s.reward_weights or [], s.kl_band or []
+    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
+    has_own = rewards or s.reward_model or s.reply
+    is_shape, is_gdpo = s.advantage == "shape", s.advantage == "gdpo"
+    of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
+    in_use = os.path.isdir(s.output) and not of_runs.isdisjoint(os.listdir(s.output))
+    refusals = [
+        (s.plain and (world() > 1 or variants),
+         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
+        (band and s.aggregate == "constant",
+         "--kl-band: needs a KL per token, not --aggregate constant"),
+        (has_own and (s.around_best or is_shape),
+         "--around-best, --advantage shape: work with the rule's reward alone"),
+        ((s.step_reward or is_shape or is_gdpo) and of_answers,
+         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
+        (sum(advantages) > 1,
+         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
+        (is_gdpo and not rewards, "--advantage gdpo: needs several --reward"),
+        (in_use and not s.resume,
+         f"--output {s.output}: is in use; name another, or continue its run with --resume"),
+        (len(set(rewards)) < len(rewards),
+         f"--reward {' '.join(rewards)}: names one of them twice"),
+        (len(weights) not in (0, len(rewards)), "--reward-weights: one for each --reward"),
+        (s.reward_model and rewards,
+         "--reward-model and --reward: only one can give the rewards"),
+        (s.around_best and s.group_size % (2 * s.around_best),
+         f"--around-best {s.around_best}: must divide half of --group-size"),
+        (s.overlong_buffer > s.answer_tokens,
+         f"--overlong-buffer {s.overlong_buffer}: answers have at most {s.answer_tokens} tokens"),
+        (len(band) not in (0, 2) or band != sorted(band),
+         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
+        (not s.kl_coef and (band or s.renew_reference),
+         "--kl-band, --renew-reference: need a --kl-coef above 0"),
+    ]
+    for is_so, line in refusals:
+        if is_so:
+            raise BadInput(line)
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
+
+
+# --------------------------------------------------------------------------------------------------
+# The machine: device, dtype, and memory by a rule of thumb, before anything is loaded.
+# Checkpointing and offload save memory and cost time: on a GPU each is turned on if a step would
+# not fit without it.
+
+PROMPT = 256  # tokens of a prompt that the rule assumes
+REST = 3  # GB for logits, keys and values
+ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
+          "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
+
+
+def choose_device(s):
+    """-> (torch.device, the name of the dtype of weights that is fast there)."""
+    if s.dry_run:  # the GPU of another machine
+        return torch.device("cuda"), "bfloat16"
+    best = ("cuda" if torch.cuda.is_available() else
+            "mps" if torch.backends.mps.is_available() else "cpu")
+    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
+        device = torch.device(best if s.device == "auto" else s.device)
+        torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
+        if device.index:
+            torch.cuda.set_device(device)  # the default GPU for calls that name none
+    if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
+        raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
+                       " or a torch for an older CUDA (pytorch.org), or use --device cpu")
+    if device.type == "mps" and s.dtype not in ("auto", "float32"):
+        raise BadInput("--dtype: on mps only float32 works")
+    # Older GPUs emulate bfloat16, which is slow.
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return device, "bfloat16"
+    return device, "float32"
+
+
+def settings_of_device(s):
+    """Settings -> the same, checked, with what device and model decide; a model without storage."""
+    check_settings(s)  # cheap checks first: flags, the device, the model's config
+    device, fast_dtype = choose_device(s)
+    dtype = fast_dtype if s.dtype == "auto" else s.dtype
+    with blame(f"--model {s.model}:"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
+    half = length_limit(model.config) / 2  # half of the positions are for the question
+    s = replace(s, device=str(device), dtype=dtype,
+                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # The last digit of a sum depends on the number of threads.
+                threads=s.threads or torch.get_num_threads())
+    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
+    if device.type == "cpu":  # a CPU is fastest with what fits its cache
+        tokens = 2048 if dtype == "bfloat16" else 1024
+    s.micro_batch_tokens = s.micro_batch_tokens or tokens
+    # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
+    if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
+        s.offload = False
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    return s, model
+
+
+def plan_memory(s):
+    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
+    s, model = settings_of_device(s)
+    if s.device.startswith("cuda"):  # a CPU's memory is not counted
+        fit_gpu(s, model)
+    return s
+
+
+def fit_gpu(s, model):
+    """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    else:
+        free, _ = torch.cuda.mem_get_info()
+    room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
+    n = model.num_parameters() / 1e9
+    size = model.dtype.itemsize
+    part = n / world() if s.has_shards else n
+    weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
+    # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
+    # weights, which a reference has.
+    training = 16 * part
+    if s.lora_rank:
+        training = 0 if s.kl_coef else weights
+    # Each row of a matrix keeps 1.6 numbers of a token; most layers can keep their input alone.
+    kept = 1.6 * n / model.config.get_text_config().hidden_size * s.micro_batch_tokens * size
+    if s.offload is None:
+        s.offload = weights + training + kept / 10 > room
+    if s.offload:
+        training /= 4  # the gradients stay
+    if s.gradient_checkpointing is None:
+        s.gradient_checkpointing = weights + training + kept > room
+    if s.gradient_checkpointing:
+        kept /= 10
+    need = weights + training + kept
+    if s.dry_run is not None:
+        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
+               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
+               f"in all               {need + REST:5.1f} GB")
+    told = f"a step needs some {need + REST:.3g} GB"
+    if need > room:
+        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
+    print0(f"memory    {told}{', with --offload' * s.offload}"
+           f"{', with --gradient-checkpointing' * s.gradient_checkpointing}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading: model, tokenizer, problems, reward. Nearly all bad input is found before a folder is
+# made.
+
+def load(s):
+    """Settings that plan_memory has completed -> the Parts of a run."""
+    parts = load_to_evaluate(s)
+    if parts.problems is None:
+        parts.problems = checked_problems("--data", s.data, parts.tokenizer, s)
+    if len(parts.problems) < s.prompts_per_step:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
+                       f"{len(parts.problems)} to train on, beside those that are held out "
+                       "(--eval-data names others, or the same file)")
+    if s.renew_reference and parts.reward_model:  # else it is never trained
+        with_moments(parts.reward_model.optimizer)
+        if not any(truths_of(parts.problems)):
+            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
+                   "the rule orders its pairs")
+    if s.kl_coef:  # the initial policy, frozen
+        # A sharded model cannot be copied, and host memory should hold one model at a time.
+        initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(parts.policy_model)
+        parts.ref_model = shard(initial.requires_grad_(False), s)
+    parts.optimizer = make_optimizer(parts.policy_model, s, parts.ref_model)
+    return parts
+
+
+def load_to_evaluate(s):
+    """The Parts without those that training alone needs: reference, optimizer and, if others are
+    held out, problems."""
+    torch.set_num_threads(s.threads)
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
+    reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
+    reward_model = None
+    sampler = sample_groups
+    if s.reply:
+        reply = reward.load_function("--reply", s.reply)
+        sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
+                          reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
+    policy_model, tokenizer = load_policy(s)
+    problems, eval_problems = load_held_out(s, tokenizer)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model, reward_of = load_reward_model(s)
+    policy_model = shard(policy_model, s, samples=True)
+    return Parts(policy_model, None, tokenizer, None, problems, eval_problems, sampler,
+                 reward_of, reward_model)
+
+
+def load_reward_model(s):
+    """-> the RewardModel of --reward-model and its reward_of."""
+    with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
+        sample.checked_config(s.reward_model)
+        model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, s.device)
+        sample.check_loaded(report)
+    prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
+    prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
+    return model, partial(reward.model_rewards, model, prompt_of)
+
+
+def load_policy(s):
+    """The policy and its tokenizer; a model that will be sharded is in host memory."""
+    device = "cpu" if s.has_shards else s.device
+    fast = s.fast and not s.plain
+    with blame(f"--model {s.model}:"):
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
+    if s.gradient_checkpointing:
+        checkpoint_layers(model)
+    return model, tokenizer
+
+
+def load_held_out(s, tokenizer):
+    """-> the problems of --data that are left to train on, None if others are held out; those."""
+    held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
+    problems = None
+    if held_out:
+        eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
+    else:
+        problems = checked_problems("--data", s.data, tokenizer, s)
+        problems, eval_problems = reward.hold_out(problems)
+        print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
+    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
+    if len(each_once) < len(eval_problems):
+        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
+               "equal ones are asked once")
+    eval_problems = reward.distinct(each_once, s.eval_limit or None)
+    if not eval_problems:
+        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    return problems, eval_problems
+
+
+def checked_problems(name, source, tokenizer, s):
+    """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
+    # The built-in rewards need a true answer to compare with.
+    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    config = sample.checked_config(s.model)
+    limit = length_limit(config)
+    T = s.answer_tokens
+    if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
+        T += T // 2
+    unknown = []  # how many words of each prompt the tokenizer does not know
+    marked = []  # one special token of each problem that holds some
+
+    # Every prompt is checked now, not in the step that happens to draw it.
+    def visit(problem):
+        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+        ids = sample.ids_of(tokenizer, prompt)
+        unknown.append(ids.count(tokenizer.unk_token_id))
+        marked.extend(sample.marks_in(tokenizer, problem)[:1])
+        if max(ids) >= config.get_text_config().vocab_size:
+            raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its tokenizer "
+                             "has more words")
+        if len(ids) + T > limit:
+            raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
+                             f"the model's {limit} positions: lower --max-new-tokens or "
+                             "--max-turns, or take out such problems")
+
+    with blame(f"{name}:"):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        visit, partial(with_progress, desc=f"reading {source}"))
+    if any(unknown):
+        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+               f"{s.model}, and are all one word to the policy; choose a --model that knows them")
+    if marked:
+        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+               "template may write, and a space breaks it up: give the bare question, or messages")
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2184,12 +2073,8 @@ def main(argv=None):
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
         status = 0
-        if settings.eval_only:
-            print_figures(parts, settings)
-        elif settings.plain:
+        if settings.plain:
             plain_grpo(parts, settings)
-        elif settings.trace:
-            print_trace(parts, settings)
         else:
             status = train(parts, settings, run)
         leave_ranks(status)
@@ -2228,14 +2113,26 @@ def train(parts, s, run):
     today = run.origin = origin_of(parts, settings)
     if s.resume:
         load_checkpoint(run, parts, s)  # with the run's own origin
-    if run.step > s.steps:
-        print0(f"already at step {run.step}: nothing to do")
-        return 0
-    begin(run, parts, s, settings, today)
+        if run.step > s.steps:
+            print0(f"already at step {run.step}: nothing to do")
+            return 0
+        load_logs(run)
+        keep_best(run, parts, s)
+    else:
+        save_checkpoint(run, parts, s)
+    changed = [name for name in today if today[name] != run.origin.get(name)]
+    if changed:
+        print0(f"not as when the run began: {', '.join(changed)}")
+    if run.folder:  # this comes last: where there are settings, there is a checkpoint
+        with replacing(run.folder / "config.json") as new:
+            new.write_text(json.dumps(settings, indent=2))
+    run.resume_command = command("train.py", "--resume", run.name)
+    print_start(run, parts, s)
+
     parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
-        with run.stopping_on_signals():
+        with stopping_on_signals(run):
             train_grpo(parts, s, run)
             stopped = run.stopped()
     except Exception:
@@ -2257,20 +2154,7 @@ def train(parts, s, run):
     return 0
 
 
-def begin(run, parts, s, settings, today):
-    """Bring the folder to this moment, and print what starts, or what is not as it began."""
-    if s.resume:
-        load_logs(run)
-        keep_best(run, parts, s)
-    else:
-        save_checkpoint(run, parts, s)
-    changed = [name for name in today if today[name] != run.origin.get(name)]
-    if changed:
-        print0(f"not as when the run began: {', '.join(changed)}")
-    if run.folder:  # this comes last: where there are settings, there is a checkpoint
-        with run.replacing("config.json") as new:
-            new.write_text(json.dumps(settings, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
+def print_start(run, parts, s):
     weights = parts.policy_model.num_parameters()
     trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
     factors = ", the factors of LoRA" * (s.lora_rank > 0)

@@ -37,9 +37,9 @@ def test_every_function_of_the_tables_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--bf16", "--controls", "--dist", "--kept", "--micro-batches", "--mugs",
-          "--nnodes", "--nproc-per-node", "--odds", "--only", "--prompts", "--real", "--repeat",
-          "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads"}
+OTHERS = {"--against", "--all", "--bf16", "--controls", "--dist", "--kept", "--micro-batches",
+          "--mugs", "--nnodes", "--nproc-per-node", "--odds", "--only", "--prompts", "--real",
+          "--repeat", "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads"}
 
 
 def test_every_flag_is_a_flag():

@@ -65,7 +65,7 @@ def test_the_plan_names_what_exists(name):
     for arm in arms:
         flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json",
                                  rewards=study.REWARDS)
-        train.check_combinations(train.parse(flags.split()))
+        train.check_settings(train.parse(flags.split()))
         assert arm.answers in ("its own", "untrained", "kept", "worked")
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")

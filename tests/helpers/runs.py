@@ -6,6 +6,7 @@ import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
+import evaluate
 from files import LIMIT, ROOT
 from torch.distributed import TCPStore
 
@@ -19,11 +20,11 @@ def one_line_of(err, program="train.py"):
     return lines[0]
 
 
-def refused(capsys, *flags, begun=False):
-    """train.py refuses these flags, before it has begun to print: status 2 and one line."""
-    assert train.main(flags) == 2
+def refused(capsys, *flags, begun=False, program=train):
+    """The program refuses these flags, before it has begun to print: status 2 and one line."""
+    assert program.main(flags) == 2
     err = capsys.readouterr().err.rpartition("\r")[2]  # behind the bar of a slow machine
-    line = one_line_of(err)
+    line = one_line_of(err, f"{program.__name__}.py")
     assert begun or err == line + "\n", err
     return line
 
@@ -39,11 +40,16 @@ def trained(folder, *flags):
     return folder
 
 
-def told(*flags):
+def evaluates(*words):
+    """tests/tools/evaluate.py does what it is told."""
+    assert evaluate.main(words) == 0
+
+
+def told(*flags, by=trains):
     """train.py does what it is told -> what it prints, on its two streams."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
-        trains(*flags)
+        by(*flags)
     return [stream.detach().getvalue().decode() for stream in (out, err)]
 
 

@@ -1,8 +1,9 @@
 """One step of train.py, and the loop, on the tiny policy."""
+import contextlib
 import copy
 import dataclasses
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import torch
 from checks import seeded
@@ -54,19 +55,23 @@ def whole_step(p, reward_of=lambda *_: REWARDS, **how):
     """One step -> its metrics, its Rollout, the gradient of each update."""
     found = []
     p.optimizer.register_step_pre_hook(lambda *_: found.append(all_gradients(p.policy_model)))
-    batch = train.Batch(p.problems, p.prompts, seeded())
     given = parts_of(p, p.problems, reward_of=reward_of, **how)
-    return *train.train_step(given, batch, p.settings), found
+    return *step_on(given, p.settings, p.problems, p.prompts, seeded()), found
+
+
+def step_on(given, s, problems, prompts, generators=None):
+    """train_step on these problems, asked by these prompts."""
+    with (patch.object(train, "problems_of_step", lambda *_: (problems, generators)),
+          patch.object(train, "prompts_of", lambda *_: prompts)):
+        return train.train_step(given, 1, s)
 
 
 def updated(p, model, optimizer, rollout, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
-    old, entropy = torch.zeros(2, *rollout.mask.shape)
-    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4),
-                                  old_logprobs=old, entropy=entropy)
+    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
     given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
     s = dataclasses.replace(p.settings, **changes)
-    return train.gradient_step(given, rollout, s, fills_old=True)
+    return train.gradient_step(given, rollout, s)
 
 
 def all_gradients(model):
@@ -89,13 +94,20 @@ class Watched(train.Run):
         self.name, self.folder = str(folder), folder
         self.samples, self.checkpoints, self.rates = [], [], []
 
-    def log_samples(self, *given):
-        self.samples.append(given)
+    @contextlib.contextmanager
+    def watching(self, replacing=train.replacing):
+        """Around train_grpo."""
+        def watched(path):
+            if path.name == train.CHECKPOINT:
+                self.checkpoints.append(self.step)
+            return replacing(path)
 
-    def replacing(self, name):
-        if name == train.CHECKPOINT:
-            self.checkpoints.append(self.step)
-        return super().replacing(name)
+        def samples_of(*given):
+            self.samples.append(given)
+            return []
+        with (patch.object(train, "replacing", watched),
+              patch.object(train, "samples_of", samples_of)):
+            yield
 
 
 def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
@@ -106,7 +118,8 @@ def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, re
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
     given = parts_of(p, problems, sampler=sampler, reward_of=reward_of)
     given.eval_problems = problems[:3]
-    train.train_grpo(given, p.settings, run)
+    with run.watching():
+        train.train_grpo(given, p.settings, run)
     return run
 
 

@@ -172,7 +172,7 @@ def test_what_rows_begin_with_runs_once(random_model, rows, tokens):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
         assert_same_pull(model, actual, exact, expected, weights)
-    if sample.is_fast(model, "long rows"):
+    if model.fast.has_long_rows:
         assert tokens == 0 or run == 2 * [tokens]
 
 
@@ -266,12 +266,12 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
         "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}),
     ("llama", {"attn_implementation": "eager"}), ("llama", {"bias": True})])
 def test_what_a_config_rules_out(kind, changes):
-    assert sample.is_fast(small_model(kind, **{"sliding_window": None}), "long rows")
+    assert small_model(kind, **{"sliding_window": None}).fast.has_long_rows
     model = small_model(kind, fast=False, **{"sliding_window": None, **changes})
     if "bias" in changes:                    # of the head
         model.lm_head.bias = torch.nn.Parameter(model.lm_head.weight[:, 0].detach().clone())
     sample.make_fast(model)
-    assert not sample.is_fast(model, "long rows")
+    assert not model.fast.has_long_rows
     input_ids, labels, _ = batch()
     actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), naive(model, input_ids, labels)[0],
@@ -285,7 +285,7 @@ def test_fused_norms(architecture, norms):
     before = plain_logprobs(model, input_ids, labels)
     sample.make_fast(model)
     fused = copy.deepcopy(model)
-    assert sample.is_fast(fused, "long rows") == (norms > 0)
+    assert fused.fast.has_long_rows == (norms > 0)
     assert sum(isinstance(m, torch.nn.RMSNorm) for m in fused.modules()) == norms
     assert (plain_logprobs(fused, input_ids, labels) - before).abs().mean() < 0.1
 

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same, seeded
 from files import FEW, MINE, SHORT, TINY, checkpoint_of, edit_json, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
-from runs import refused, told, trained, trains
+from runs import evaluates, refused, told, trained, trains
 from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, run_in,
-                   settings, whole_step)
+                   settings, step_on, whole_step)
+import evaluate
 import reward
 import sample
 import train
@@ -133,7 +134,7 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
     p.reward_of = lambda *_: REWARDS
-    metrics, _ = train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
+    metrics, _ = step_on(p, p.settings, p.problems, p.prompts)
     skipped = metrics["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
     assert is_same(before[0], p.policy_model.state_dict()) == (what != "nothing")
@@ -195,9 +196,9 @@ def measured(monkeypatch):
         moments = iter([100.0, 101.5, 102.0, 102.0, 105.0])
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
         monkeypatch.setattr(train, "check_sampler", lambda *_: None)      # another temperature
-        batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
+        problems = [{"answer": truth} for truth in TRUTHS]
         p.sampler, p.reward_of = lambda *_: rollout, reward_of
-        metrics, _ = train.train_step(p, batch, p.settings)
+        metrics, _ = step_on(p, p.settings, problems, list("abc"))
         drift = (old - rollout.sampler_logprobs)[mask].abs().mean()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
@@ -310,12 +311,13 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     def batch(n, step, places=None, *flags):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
         given = SimpleNamespace(tokenizer=tiny[1], problems=problems)
-        found = train.batch_of_step(given, step,
-                                    settings("--prompts-per-step=4", "--max-resample=3", *flags),
-                                    places)
-        pairs = zip(found.problems, found.prompts, strict=True)
+        s = settings("--prompts-per-step=4", "--max-resample=3", *flags)
+        way = (train.other_problems, places) if places else (train.problems_of_step,)
+        asked, generators = way[0](given, step, s, *way[1:])
+        prompts = train.prompts_of(given, asked, s)
+        pairs = zip(asked, prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
-        return tuple(found.prompts), [g.initial_seed() for g in found.generators]
+        return tuple(prompts), [g.initial_seed() for g in generators]
 
     epochs = [[batch(18, step)[0] for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     assert [len({*sum(epoch, ())}) for epoch in epochs] == [16, 16] and epochs[0] != epochs[1]
@@ -358,8 +360,8 @@ def test_a_frozen_weight_stays_and_takes_no_memory_of_the_optimizer(dtype):
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
     trained = [weight for weight in p.policy_model.parameters() if weight.requires_grad]
     assert len(p.optimizer.state) == len(trained) < len(list(before.parameters()))
-    batch = train.Batch(p.problems, p.prompts, None)
-    train.train_step(parts_of(p, p.problems, reward_of=lambda *_: REWARDS), batch, p.settings)
+    given = parts_of(p, p.problems, reward_of=lambda *_: REWARDS)
+    step_on(given, p.settings, p.problems, p.prompts)
     moved = [name for name, weight in p.policy_model.named_parameters()
              if not torch.equal(weight, before.get_parameter(name))]
     assert len(moved) == len(trained)
@@ -383,7 +385,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
     assert [m["step"] for m in metrics if "eval_accuracy" in m] == [0, 2, 3]
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 3e-4 and config["steps"] == 3  # of grpo.json, of the command line
-    assert not config.keys() & {"output", "resume", "config", "dry_run", "eval_only", "trace"}
+    assert not config.keys() & {"output", "resume", "config", "dry_run", "trace"}
     samples = lines_of(folder / "samples.jsonl")
     assert [record["step"] for record in samples] == [1, 1, 2, 2, 3, 3]
     for record in samples:
@@ -445,19 +447,18 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
     first = vars(train.parse(FLAGS))
     expected = {name: first[name] for name in train.FIELDS.keys() - {
         "model", "offload", "dtype", *train.THIS_CALL}} | {"model": f"{folder}/final"}
-    for words in (command, [*command[:2], "--model", str(folder)],
-                  ["--eval-only", "--model", str(folder)],
-                  ["--eval-only", "--model", f"{folder}/final"]):
+    for words in command, [*command[:2], "--model", str(folder)]:
         assert expected.items() <= vars(train.parse(words)).items()
-    assert train.parse(["--eval-only", "--model", str(folder), "--lr=0.5"]).lr == 0.5
-    best = ["--eval-only", "--model", f"{folder}/best"]
-    assert train.parse(best).data == first["data"]
+    for model in folder, folder / "final":
+        assert expected.items() <= vars(evaluate.parse([str(model)])[0]).items()
+    assert evaluate.parse([str(folder), "--lr=0.5"])[0].lr == 0.5
+    assert evaluate.parse([f"{folder}/best"])[0].data == first["data"]
     assert train.parse(["--model", str(folder)]).data == "gsm8k"  # to train on it brings none
-    assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
+    assert evaluate.parse([])[0].config == str(train.TINY_CONFIG)
 
 
-def test_eval_only_prints_the_figures(capsys):
-    trains("--eval-only", "--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
+def test_an_evaluation_prints_the_figures(capsys):
+    evaluates("--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
     out = capsys.readouterr().out
     assert "8 problems" in out and "4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
@@ -472,7 +473,7 @@ def test_eval_only_prints_the_figures(capsys):
     assert re.search(rf"\ncut .* {cut} {error}\n", out)
     right = train.column(answers, "right").view(8, 4)
     for k in (1, 2, 4):
-        value = train.with_error(reward.best_of_k(right, k))
+        value = train.with_error(evaluate.best_of_k(right, k))
         assert re.search(rf"\npass@{k} +{re.escape(value)}\n", out)
         assert re.search(rf"\nmaj@{k} +0\.\d\d\d {error}\n", out)
 
@@ -501,7 +502,7 @@ def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
     assert {"reward/length", "reward/think"} < row.keys()
     capsys.readouterr()
     for more, boxed in ((), True), (["--max-new-tokens=2"], False):
-        trains("--eval-only", f"--model={folder}", f"--against={TINY}", *rewards, *more)
+        evaluates(folder, f"--against={TINY}", *rewards, *more)
         out = capsys.readouterr().out
         assert "\nreward/length " in out and "\nreward/think " in out
         assert ("\nright " in out) == ("\nboxed " in out) == boxed
@@ -511,7 +512,7 @@ def test_an_evaluation_has_every_reward_by_its_name(capsys, tmp_path):
 def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
     """--against: greedy answers of both, and on which problems one is right and the other wrong."""
     folder = finished_run.folder
-    trains("--eval-only", f"--model={folder}", f"--against={TINY}", "--eval-limit=8")
+    evaluates(folder, f"--against={TINY}", "--eval-limit=8")
     out = capsys.readouterr().out
     before, after = [], []
     for rows, model in (before, TINY), (after, folder):
@@ -524,8 +525,8 @@ def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
 def test_a_policy_that_has_no_room_for_the_problems_is_named(capsys, finished_run, tmp_path):
     other = shutil.copytree(TINY, tmp_path / "other")
     edit_json(other / "config.json", max_position_embeddings=30)
-    line = refused(capsys, "--eval-only", f"--model={finished_run.folder}", f"--against={other}",
-                   "--eval-limit=2", begun=True)
+    line = refused(capsys, finished_run.folder, f"--against={other}", "--eval-limit=2", begun=True,
+                   program=evaluate)
     assert f"--against {other}: " in line and "30 positions" in line
 
 
@@ -535,7 +536,7 @@ def test_a_comparison_tells_what_the_other_was_trained_by(capsys, finished_run, 
     trains(*FLAGS, "--max-new-tokens=4", "--system-prompt=Ben", "--steps=1", f"--output={short}")
     for model, other, limit in (finished_run.folder, short, 4), (short, finished_run.folder, 16):
         capsys.readouterr()
-        trains("--eval-only", f"--model={model}/final", f"--against={other}", "--eval-limit=2")
+        evaluates(f"{model}/final", f"--against={other}", "--eval-limit=2")
         lines = [line for line in capsys.readouterr().out.splitlines()
                  if line.startswith(f"--against {other}")]
         assert ["--system-prompt" in line for line in lines] == [True, False]
@@ -551,14 +552,14 @@ def test_a_folder_of_somebody_runs_no_code(capsys, monkeypatch, tmp_path):
     (folder / "best").mkdir(exist_ok=True)
     for name in ("", "/final", "/best"):
         capsys.readouterr()
-        line = refused(capsys, "--eval-only", f"--model={folder}{name}")
+        line = refused(capsys, f"{folder}{name}", program=evaluate)
         assert f"{code}:f" in line and "--reward" in line and "config.json" in line
     other = shutil.copytree(folder, tmp_path / "other")   # Python also imports such files
     edit_json(other / "config.json", reward=["r.pyc:f"])
-    line = refused(capsys, "--eval-only", f"--model={other}")
+    line = refused(capsys, other, program=evaluate)
     assert "r.pyc:f" in line and "config.json" in line    # before a file is looked for
-    named = ["--eval-only", f"--model={folder}", f"--reward={code}:f"]
-    assert train.parse(named).max_new_tokens == 16
+    named, _ = evaluate.parse([str(folder), f"--reward={code}:f"])
+    assert named.max_new_tokens == 16
     assert capsys.readouterr().out == ""
     train.parse([f"--config={folder}/config.json"])
     assert f"{code}:f" in capsys.readouterr().out
@@ -591,7 +592,7 @@ def test_where_all_are_right_or_all_wrong_an_interval_stands():
     ones, zeros = torch.ones(256).double(), torch.zeros(64).double()
     assert train.with_error(ones) == f"1.000 [{1 - half_open(256):.3f}, 1]" == "1.000 [0.985, 1]"
     assert train.with_error(zeros) == f"0.000 [0, {half_open(64):.4f}]" == "0.000 [0, 0.0566]"
-    assert train.with_error(zeros, 8) == f"0.000 [0, {half_open(8):.3f}]"     # of 8 problems
+    assert train.with_error(zeros[:8]) == f"0.000 [0, {half_open(8):.3f}]"     # of 8 problems
     assert train.with_error(torch.tensor([1.0, -1.0]).double()).startswith("0.000 ± ")
     few = torch.full((64,), torch.nan).double()
     few[:2] = 1                                           # it applies to two problems

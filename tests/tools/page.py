@@ -59,18 +59,17 @@ def main(folder):
     """Write the page -> its path."""
     folder = Path(folder)
     policy = folder / ("final" if (folder / "final").is_dir() else "best")
-    flags = "--config", folder / "config.json", "--model", policy, "--eval-only"
-    s = train.plan_memory(train.parse(flags))
+    flags = "--config", folder / "config.json", "--model", policy
+    s, _ = train.settings_of_device(train.parse(flags))
     model, tokenizer = train.load_policy(s)
     sections = ""
     run = run_of(folder)
     for group in tinted_groups(run):
         tensors = {name: torch.tensor(group[name]) for name in train.TENSORS}
         rewards = torch.tensor([math.nan if r is None else r for r in group["rewards"]])
-        answers = sample.Rollout(**tensors, sampler_logprobs=tensors["old_logprobs"],
-                                 responses=None, rewards=rewards)
+        answers = sample.Rollout(**tensors, responses=None, rewards=rewards)
         logprobs, _ = train.rollout_logprobs(model, answers, s)                         # (G, S-1)
-        sections += section_of(group, answers, logprobs - answers.old_logprobs, tokenizer)
+        sections += section_of(group, answers, logprobs - answers.sampler_logprobs, tokenizer)
     page = folder / "page.html"
     page.write_text(page_of(run, sections, s), encoding="utf-8")
     return page

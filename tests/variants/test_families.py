@@ -82,7 +82,7 @@ def flash_on_cpu(monkeypatch):
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
     """Each family of the list, with fused norms, and long rows as flash attention takes them."""
     model, plain = copy.deepcopy(family(name)), family(name, fast=False)
-    assert sample.is_fast(model, "long rows")
+    assert model.fast.has_long_rows
     run = []                                             # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from checks import is_same, same, seeded
 from files import FEW, TINY
 from models import small_model
-from runs import trains
+from runs import evaluates, trains
 from steps import parts, raises, rollout_of, run_in, updated
 import train
 
@@ -143,8 +143,7 @@ def test_final_is_the_model_with_its_adapter(tmp_path, capsys, run_here):
             expected = base.get_parameter(weight) + 6 / 4 * B @ A
             assert (B @ A).norm() > 0
             torch.testing.assert_close(final.get_parameter(weight), expected, rtol=1e-4, atol=1e-6)
-    trains(*FEW, f"--model={out}", "--eval-only", "--eval-limit=4", "--max-new-tokens=16")
-    trains(*FLAGS, "--trace")
+    evaluates(out, *FEW, "--eval-limit=4", "--max-new-tokens=16")
     assert "greedy" in capsys.readouterr().out
     assert run_here("sample.py", "--model", out, "2 + 3 = ?")
 

@@ -3,7 +3,7 @@ import torch
 from checks import seeded
 from files import FEW, MINE, assert_same_run, lines_of, metrics_of
 from runs import begin, refused, trains, well_ended
-from steps import PROBLEMS, parts, whole_step
+from steps import PROBLEMS, parts, step_on, whole_step
 import sample
 import train
 from advantage import shape_advantages
@@ -71,9 +71,8 @@ def test_shapley_shares_arrive():
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     rows = [(row, [-1.0] * len(row)) for row in rows]
     rollout = sample.to_rollout(p.tokenizer, [prompt], rows, [1])
-    batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     p.sampler = lambda *_: rollout
-    train.train_step(p, batch, p.settings)
+    step_on(p, p.settings, [{"question": "q", "answer": "9"}], p.prompts[:1])
     mask = rollout.mask
     # where the boxes close, counted by hand: the tokens of each text as far as its box
     ends = [[len(p.tokenizer(text[:end + 1], add_special_tokens=False).input_ids) - 1

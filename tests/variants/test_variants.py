@@ -209,20 +209,22 @@ def resampled(rounds, *flags, reward_of=length_reward):
     p = parts("--prompts-per-step=4", "--updates-per-rollout=1", "--sampler-correction=2", *flags)
     flat = ["a"] * 4
     first = draws([flat, ["a", "bb", "c", "d"], flat, flat], 9, 5)
-    others = [draws(texts, 7 + 4 * i, 20 + 20 * i) for i, texts in enumerate(rounds)]
-    rollouts = iter([first, *others])
+    later = [draws(texts, 7 + 4 * i, 20 + 20 * i) for i, texts in enumerate(rounds)]
+    rollouts = iter([first, *later])
     asked = []
 
-    def batch_of(kind, n):
-        names = [f"{kind}{k}" for k in range(n)]
-        return train.Batch([{"question": name, "answer": "7"} for name in names], names)
+    def problems(kind, n):
+        return [{"question": f"{kind}{k}", "answer": "7"} for k in range(n)], None
 
-    def drawn_anew(parts, step, s, places):
+    def others(parts, step, s, places):
         asked.append([*places])
-        return batch_of(f"new {len(asked)}.", len(places))
+        return problems(f"new {len(asked)}.", len(places))
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
-    with patch.object(train, "batch_of_step", drawn_anew):
-        metrics, rollout = train.train_step(given, batch_of("old ", 4), p.settings)
+    with (patch.object(train, "problems_of_step", lambda *_: problems("old ", 4)),
+          patch.object(train, "other_problems", others),
+          patch.object(train, "prompts_of", lambda parts, problems, s:
+                       [problem["question"] for problem in problems])):
+        metrics, rollout = train.train_step(given, 1, p.settings)
     assert [problem["question"] for problem in rollout.problems] == rollout.prompts
     return SimpleNamespace(prompts=rollout.prompts[::4], metrics=metrics, asked=asked,
                            rollout=rollout)

@@ -53,7 +53,6 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     ("--kl-band 0.1", "--kl-band"), ("--kl-band 0.1 0.2 0.3", "0.3"), ("--resume", "--resume"),
     (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 16 "),
     ("--max-new-tokens=1000", "128 positions: lower --max-new-tokens"),
-    ("--eval-only --against=nowhere", "--against nowhere: "),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--reply=nowhere.py:check", "--reply"), (f"--reply={CHECK} --max-turns=0", "--max-turns"),
     (f"--reply={CHECK} --max-turns=50", "--max-new-tokens or --max-turns"),

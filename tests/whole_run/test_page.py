@@ -112,14 +112,14 @@ def test_a_bar_points_the_way_of_its_advantage():
 def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
     p, run = parts(), run_in(tmp_path)
     rollout = rollout_of(p)
-    rollout.old_logprobs = rollout.sampler_logprobs
     rollout.problems = [problem for problem in p.problems for _ in range(4)]
     rollout.prompts = [prompt for prompt in p.prompts for _ in range(4)]
     for step, teaches in enumerate(
             ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)), start=1):
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
         rollout.advantages = group_advantages(rollout.rewards, 4)
-        run.log_samples(rollout, step, 4)
+        for record in train.samples_of(rollout, step, 4):
+            run.append("samples.jsonl", record)
     questions = [problem["question"] for problem in p.problems]
     shown = [(group["step"], questions.index(group["question"]))
              for group in page.tinted_groups(run)]

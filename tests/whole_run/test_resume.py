@@ -268,7 +268,7 @@ def test_signals_while_a_line_waits_for_its_reader():
         train.survive_closing(sys.stderr)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         run = train.Run()
-        with run.stopping_on_signals():
+        with train.stopping_on_signals(run):
             signal.raise_signal(signal.SIGHUP)
             main = threading.get_ident()
             threading.Timer(1, signal.pthread_kill, (main, signal.SIGTERM)).start()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from files import (FEW, ROOT, SHORT, TINY, checkpoint_of, counters_of, edit_json, edit_tensors,
                    lines_of, metrics_of, snapshot)
-from runs import refused, told, trained, trains
+from runs import evaluates, refused, told, trained, trains
 from steps import parts, rollout_of, whole_step
 import reward
 import sample
@@ -261,7 +261,7 @@ def test_a_part_that_fell_while_the_sum_rose_is_told(own, tmp_path):
     assert "held-out reward/worked" in text and "held-out reward/brief" in text
     logged = lines_of(folder / "samples.jsonl")[0]
     assert len(logged["reward/worked"]) == len(logged["reward/brief"]) == 4
-    out, _ = told(*FLAGS, *both, "--eval-only")
+    out, _ = told(*FLAGS, *both, by=evaluates)
     for k in (1, 2, 4):
         for name in ("reward", "reward/worked", "reward/brief"):
             assert re.search(rf"\n{name}, best of {k} +\d+\.\d+(,| ±| \[)", out), (name, k)
