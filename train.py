@@ -21,7 +21,7 @@ import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, sh
 import time, traceback, warnings
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 # What torch and tqdm read when they are imported
@@ -91,44 +91,56 @@ class Parts:
     reward_model: object = None         # with --reward-model the model behind reward_of
 
 
-def train_step(parts, step, s):
-    """The GRPO step of that number -> (its metrics {name: float}, its Rollout).
+@dataclass
+class Batch:
+    """What this GPU samples in a step: G answers to each of B prompts."""
 
-    DeepSeekMath, algorithm 1. `s` are the Settings. Several GPUs share its problems; the metrics
-    cover all of them.
+    problems: list             # B dicts, see reward.load_problems
+    prompts: list              # their B prompts, chat template applied
+    generators: list = None    # of random numbers, one per prompt
+    others: object = None      # for --max-resample: see other_problems
+
+
+def train_step(parts, batch, s):
+    """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
+
+    DeepSeekMath, algorithm 1. `s` are the Settings. With several GPUs each has its own batch; the
+    metrics and the rollout are those of all.
     """
-    # [A] G answers to each problem, drawn from the policy as it is now, [B] a reward for each.
-    rollout, metrics = scored_groups(parts, step, s)
+    # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
+    rollout, metrics = scored_groups(parts, batch, s)
     start = time.perf_counter()
-
-    # [D] Log-probs of the answers' tokens under pi_old, the policy that drew them, and entropies:
-    # (N, S-1) each. If there is one update, it needs no pass before it: then pi is pi_old.
-    if s.updates_per_rollout * s.minibatches > 1 or s.advantage in BY_ENTROPY:
-        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
+    mine = groups_of_rank(rollout, s)  # of several GPUs each trains its own groups
 
-    # [D] And under the reference: (N, S-1).
+    # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
     if parts.ref_model:
-        rollout.ref_logprobs, _ = rollout_logprobs(parts.ref_model, rollout, s, measure=False)
+        mine.ref_logprobs, _ = rollout_logprobs(parts.ref_model, mine, s)
+
+    # [D] And under pi_old, the policy that drew them. A single update finds them by itself: before
+    # it the policy still is pi_old.
+    if s.updates_per_rollout * s.minibatches > 1:
+        mine.old_logprobs, _ = rollout_logprobs(parts.policy_model, mine, s)
 
     # [D] [E] [F] [G] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for rows in mini_batches(rollout, s):
-            updates.append(gradient_step(parts, rows, s))
+        for rows in mini_batches(mine, s):
+            updates.append(gradient_step(parts, rows, s, is_first=not updates))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def gradient_step(parts, rollout, s):
-    """One gradient step on these rows -> its metrics."""
-    metrics = backward(parts, rollout, s)
+def gradient_step(parts, rollout, s, is_first=True):
+    """One gradient step on these rows -> its metrics. The first one of a rollout measures more."""
+    metrics = backward(parts, rollout, s, is_first)
     grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**metrics, "grad_norm": whole_of(grad_norm)})
-    check_sampler(parts, metrics["sampler_difference"], s)
+    if is_first:
+        check_sampler(parts, metrics["sampler_difference"], s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
@@ -137,20 +149,20 @@ def gradient_step(parts, rollout, s):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s):
+def backward(parts, rollout, s, is_first):
     """[D] [E] [F] The gradient of the loss -> its metrics."""
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     n_rows = mask.any(dim=1).sum()
     sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": mask.sum()})
-    found = []
+    shares = []  # of each metric, what a micro-batch adds to it
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s)
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, is_first)
         micro = take(rollout, rows, width, logp.device)
-        if micro.old_logprobs is None:  # the policy as it is now is still pi_old
-            micro.old_logprobs, micro.entropy = logp.detach(), entropy
+        if micro.old_logprobs is None:  # the policy as it is now is pi_old
+            micro.old_logprobs = logp.detach()
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(
             logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
@@ -167,8 +179,10 @@ def backward(parts, rollout, s):
             sampler_cap=s.sampler_correction,
             **sizes)
         loss.backward()
-        found.append(metrics | old_metrics(micro, s, sizes["n_tokens"]))
-    return sum_of(found)
+        if is_first:
+            metrics |= sampling_metrics(micro, entropy, loss_mask(micro, s), sizes["n_tokens"])
+        shares.append(metrics)
+    return sum_of(shares)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,11 +196,11 @@ def plain_grpo(parts, s):
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
-        problems, generators = problems_of_step(parts, step, s)
+        batch = batch_of_step(parts, step, s)
         rewards = plain_step(
-            parts.policy_model, reference, parts.optimizer, parts.tokenizer,
-            prompts_of(parts, problems, s), truths_of(problems), s.group_size, s.max_new_tokens,
-            generators, s.updates_per_rollout, s.clip_eps, s.kl_coef)
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
+            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
+            s.updates_per_rollout, s.clip_eps, s.kl_coef)
         accuracy = is_right(rewards).float().mean()
         print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
 
@@ -199,21 +213,20 @@ def train_grpo(parts, settings, run=None):
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
-    with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
+    with suppress(Stopped), tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
         for done in range(run.step, s.steps + 1):  # so many steps are done
             evaluate_if_due(run, parts, s)
-            if run.stopped() or done == s.steps:
+            if stopped() or done == s.steps:
                 break
             step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
             adapt_kl_coef(run, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            metrics, rollout = train_step(parts, step, s)
+            batch = batch_of_step(parts, step, s)
+            metrics, rollout = train_step(parts, batch, s)
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
-            for record in samples_of(rollout, step, s.group_size):
-                run.append("samples.jsonl", record)
-            run.log({"step": step, "lr": lr, **metrics}, rollout.responses[-1])
+            run.log_step({"step": step, "lr": lr, **metrics}, rollout, s.group_size)
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
@@ -224,7 +237,7 @@ def train_grpo(parts, settings, run=None):
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        problems_of_step … evaluate_if_due     what train_grpo calls
+#   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
@@ -238,22 +251,41 @@ def train_grpo(parts, settings, run=None):
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
 
-def scored_groups(parts, step, s):
-    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
+def scored_groups(parts, batch, s):
+    """[A] [B] -> the Rollout of all GPUs, the metrics of the answers that were drawn first."""
     policy = sampling_model(parts.policy_model)
-    rollout, seconds = answers_and_rewards(policy, parts, *problems_of_step(parts, step, s), s)
+    rollout, seconds = draw_groups(policy, parts, batch, s)
     metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
-        rollout = without_flat_groups(policy, parts, step, rollout, metrics, s)
+        rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
+    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
+                            s.overlong_buffer)
     return rollout, metrics
 
 
-def answers_and_rewards(policy, parts, problems, generators, s):
-    """[A] G answers to each problem, [B] one reward for each -> Rollout, seconds."""
+def draw_groups(policy, parts, batch, s):
+    """[A] [B] by every GPU for its own prompts -> the Rollout of all, seconds of this one."""
+    sampler = parts.sampler
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        score = partial(score_responses, ground_truths=truths_of(batch.problems),
+                        group_size=s.group_size // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, score=score)
+    drawn = together(answers_and_rewards, policy, parts, batch, s, sampler)
+    rollouts, seconds = zip(*drawn)
+    return reduce(sample.joined, rollouts), seconds[rank()]
+
+
+def answers_and_rewards(policy, parts, batch, s, sampler):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
-    rollout = drawn_answers(policy, parts, problems, generators, s)
+    G = s.group_size
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
+                      batch.generators)
     drawn = time.perf_counter()
-    rollout.rule_rewards = score_responses(rollout.responses, truths_of(problems), s.group_size)
+    rollout.problems = reward.repeat_each(batch.problems, G)                           # N
+    rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
+    truths = truths_of(batch.problems)
+    rollout.rule_rewards = score_responses(rollout.responses, truths, G)               # (N,)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -267,82 +299,81 @@ def answers_and_rewards(policy, parts, problems, generators, s):
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
     rollout.rule_rewards[unscored] = math.nan
-    rollout.earned = rollout.rewards
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
     return rollout, {"seconds_sampling": drawn - start,
                      "seconds_scoring": time.perf_counter() - drawn}
 
 
-def drawn_answers(policy, parts, problems, generators, s):
-    """[A] G answers to each problem -> Rollout."""
-    G = s.group_size
-    prompts = prompts_of(parts, problems, s)
-    sampler = parts.sampler
-    if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        score = partial(score_responses, ground_truths=truths_of(problems), group_size=G // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    rollout = sampler(policy, parts.tokenizer, prompts, G, s.max_new_tokens, s.temperature,
-                      generators)
-    rollout.problems = reward.repeat_each(problems, G)                                 # N
-    rollout.prompts = reward.repeat_each(prompts, G)                                   # N
-    return rollout
-
-
-def without_flat_groups(policy, parts, step, rollout, metrics, s):
+def without_flat_groups(policy, parts, batch, rollout, metrics, s):
     """--max-resample: flat groups give way to groups of other problems -> Rollout.
 
     DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
     The metrics count the groups, and the seconds that the new ones take.
     """
     G = s.group_size
-    asked = 0  # so many other problems were asked in this step
+    N = len(rollout.responses)
     metrics["resampled_groups"] = 0
     for _ in range(s.max_resample):
-        n = int(is_flat(rollout.earned, G).sum())
-        everywhere = sum(from_all_ranks(n))
-        metrics["resampled_groups"] += everywhere
-        if everywhere == 0:
-            break  # every group of every rank teaches something
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = other_problems(parts, step, s, range(asked, asked + n))
-        asked += n
-        drawn, seconds = answers_and_rewards(policy, parts, *others, s)
+        flat = is_flat(rollout.rewards, G)                          # of all groups drawn so far
+        lacking = N // G - int((~flat).sum())
+        if lacking <= 0:
+            break  # there are enough groups that teach something
+        metrics["resampled_groups"] += lacking
+        drawn_before = len(flat) - N // G
+        others = batch.others(drawn_before, max(lacking, world()))  # every GPU draws a group
+        more, seconds = draw_groups(policy, parts, others, s)
+        rollout = sample.joined(rollout, more)
         for name, value in seconds.items():
             metrics[name] += value
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.earned, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
-        rollout = take(both, rows)
-    return rollout
+    # N answers stay: first those of groups that teach, in the order they were drawn, then others.
+    flat = is_flat(rollout.rewards, G).repeat_interleave(G)
+    return take(rollout, flat.argsort(stable=True)[:N])
 
 
 def advantages_of(parts, rollout, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
+
+    Its function gets what its parameters name.
+    """
+    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+    given = {
+        "rewards": rollout.rewards,
+        "group_size": s.group_size,
+        "scale_by_std": s.scale_by_std,
+        "mask": rollout.mask,
+        "reward_parts": rollout.reward_parts,
+        "reward_weights": s.reward_weights,
+        "step_rewards": rollout.step_rewards,
+    }
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        rollout.right = is_right(rollout.rule_rewards)
-    if s.advantage == "shape":
+        given["right"] = is_right(rollout.rule_rewards)
+    if s.advantage in BY_ENTROPY:
+        _, entropy = rollout_logprobs(
+            parts.policy_model, groups_of_rank(rollout, s), s, measure=True)
+        given["entropy"] = torch.cat(from_all_ranks(entropy))
+    if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        rollout.candidates = reward.boxed_candidates(words, truths_of(rollout.problems))
+        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        if s.step_reward:
-            A = process_advantages(rollout.step_rewards, rollout.mask, s.group_size)
-        else:
-            A = ADVANTAGES[s.advantage](rollout, s, all_rows)
-    advantages = A.float()
+        advantages = function(**reward.select_kwargs(function, given)).float()
     advantages[rollout.rewards.isnan()] = 0
     limit = s.clip_advantages or math.inf
     return advantages.clamp(-limit, limit)
 
 
+def groups_of_rank(rollout, s):
+    """The groups that this GPU trains, as many as it has drawn -> Rollout."""
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    mine = share_of_rank(len(groups))
+    return take(rollout, groups[list(mine)].flatten())
+
+
 @torch.no_grad()
-def rollout_logprobs(model, rollout, s, measure=True):
+def rollout_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
     both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
     for rows, width in micro_batches(model, rollout, s):
-        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
-        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
+        logprobs = micro_batch_logprobs(model, rollout, rows, width, s, measure)
+        both[:, rows, :width - 1] = torch.stack(logprobs).cpu()                 # (2, n, width-1)
     return both
 
 
@@ -357,7 +388,7 @@ def micro_batches(model, rollout, s):
     return with_progress(cuts, desc="micro-batches")
 
 
-def micro_batch_logprobs(model, rollout, rows, width, s, measure=True):
+def micro_batch_logprobs(model, rollout, rows, width, s, measure):
     """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
@@ -368,19 +399,15 @@ def micro_batch_logprobs(model, rollout, rows, width, s, measure=True):
 def mini_batches(rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    if s.minibatches > len(groups):
-        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
     shares = groups.tensor_split(s.minibatches)
     return [take(rollout, rows.flatten()) for rows in shares]
 
 
-def old_metrics(rollout, s, n_tokens):
-    """Of pi_old, these rows' share in means over the batch's tokens, like the loss's metrics."""
-    old = rollout.old_logprobs                                                         # (n, S-1)
-    mask = loss_mask(rollout, s)
-    apart = (rollout.sampler_logprobs - old).abs()
-    apart = apart.where(mask & old.isfinite(), 0)  # else the update is skipped
-    return {"entropy": rollout.entropy.where(mask, 0).sum() / max(n_tokens, 1),
+def sampling_metrics(micro, entropy, mask, n_tokens):
+    """Of the policy that drew these rows, their share of means over all n_tokens in the loss."""
+    apart = (micro.sampler_logprobs - micro.old_logprobs).abs()                        # (n, S-1)
+    apart = apart.where(mask & apart.isfinite(), 0)  # else the update is skipped
+    return {"entropy": entropy.where(mask, 0).sum() / max(n_tokens, 1),
             "sampler_difference": apart.sum() / max(n_tokens, 1)}
 
 
@@ -402,18 +429,17 @@ def loss_mask(rollout, s):
 
 
 def answer_metrics(rollout, s):
-    """The metrics of drawn answers and of their rewards."""
+    """The metrics of drawn answers and of their rewards, before their length counts."""
     G = s.group_size
     if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
         rollout = take(rollout, [n for n in range(len(rollout.responses)) if n % G < G // 2])
         G //= 2
-    rewards = all_rows(rollout.rewards)                                                # (N,)
+    rewards = rollout.rewards                                                          # (N,)
     scored = ~rewards.isnan()  # the other answers are in no metric
-    lengths = all_rows(rollout.mask.sum(dim=1)).float()                                # (N,)
+    lengths = rollout.mask.sum(dim=1).float()                                          # (N,)
     lengths = lengths.where(scored, math.nan)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
-    known = known[~known.isnan()]
+    known = rollout.rule_rewards[~rollout.rule_rewards.isnan()]
     metrics = {
         "reward_mean": rewards.nanmean(),
         "reward_std": std_of(centred(rewards, len(rewards))),
@@ -423,10 +449,10 @@ def answer_metrics(rollout, s):
         "flat_groups": share_of(is_flat(rewards, G)),
         "response_length_mean": lengths.nanmean(),
         "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": share_of(~all_rows(rollout.finished)[scored]),
+        "truncated_fraction": share_of(~rollout.finished[scored]),
     }
     for name, values in (rollout.reward_parts or {}).items():
-        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
+        metrics[name] = values.nanmean()  # NaN where it does not apply
     return metrics
 
 
@@ -435,14 +461,14 @@ def sum_of(dicts):
     return {name: sum(each[name] for each in dicts) for name in dicts[0]}
 
 
-def share_of(found):
+def share_of(flags):
     """(n,) bool -> the share of it that is True; NaN of nothing."""
-    return found.float().mean()
+    return flags.float().mean()
 
 
 def step_metrics(rollout, metrics, updates, s):
     """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
-    tokens = sum(from_all_ranks(rollout.mask.sum()))
+    tokens = rollout.mask.sum()
     seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
     metrics = metrics | {
         "tokens": tokens,
@@ -451,52 +477,48 @@ def step_metrics(rollout, metrics, updates, s):
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
-        teaches = all_rows(rollout.advantages.any(dim=1))                              # (N,)
-        groups = teaches.view(-1, s.group_size)                                        # (B, G)
-        metrics["flat_groups"] = share_of(~groups.any(dim=1))
-    totals = sum_of(updates)
-    metrics |= {name: total / len(updates) for name, total in totals.items()}
-    metrics["skipped_updates"] = totals["skipped_updates"]
+        teaches = rollout.advantages.any(dim=1).view(-1, s.group_size)                 # (B, G)
+        metrics["flat_groups"] = share_of(~teaches.any(dim=1))
+    first, *others = updates  # the first has measured more
+    for name, value in first.items():
+        values = [value] + [update[name] for update in others if name in update]
+        metrics[name] = sum(values) / len(values)
+    metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
     return {name: float(value) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def problems_of_step(parts, step, s):
-    """This GPU's share of the step's B problems, each with random numbers of its own: two lists."""
-    mine = share_of_rank(s.prompts_per_step)  # whole groups: one on two GPUs would have two means
-    return chosen(batch_of_step(parts, step, s), mine, (s.seed, step))
-
-
-def other_problems(parts, step, s, places):
-    """These of this GPU's share of the problems that the step has not asked, likewise."""
-    key = (s.seed, "resample", step)
-    batch = batch_of_step(parts, step, s)
-    others = reward.shuffled(parts.problems, seeded(*key))
-    others = [problem for problem in others if problem not in batch]
-    # No problem comes again before all others have come.
-    return chosen(others + batch, [rank() + world() * k for k in places], key)
-
-
 def batch_of_step(parts, step, s):
-    """The step's B problems."""
+    """This GPU's share of the step's B problems -> Batch."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(parts.problems) // B)  # steps count from 1
     order = reward.shuffled(parts.problems, seeded(s.seed, 0, epoch))
-    return reward.groups_of(order, B)[k]
+    problems = reward.groups_of(order, B)[k]
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    batch = make_batch(parts.tokenizer, problems, mine, (s.seed, step), s)
+    return replace(batch, others=partial(other_problems, parts, step, problems, s))
 
 
-def chosen(problems, places, key):
-    """The problems at these places, and a generator for each, which follows from key and place."""
-    found = [problems[j % len(problems)] for j in places]  # behind the last comes the first
-    return found, [seeded(*key, j) for j in places]
+def other_problems(parts, step, problems, s, first, n):
+    """This GPU's share of n problems that are not the step's; `first` were drawn before -> Batch.
+
+    No problem comes again before all others have come.
+    """
+    key = (s.seed, "resample", step)
+    others = reward.shuffled(parts.problems, seeded(*key))
+    others = [problem for problem in others if problem not in problems]
+    mine = [first + k for k in share_of_rank(n)]
+    return make_batch(parts.tokenizer, others + problems, mine, key, s)
 
 
-def prompts_of(parts, problems, s):
-    """Their prompts, chat template applied."""
-    return [chat_prompt(parts.tokenizer, problem, s.system_prompt) for problem in problems]
+def make_batch(tokenizer, problems, places, key, s):
+    """The problems at these places -> Batch; their random numbers follow from key and place."""
+    chosen = [problems[j % len(problems)] for j in places]  # behind the last comes the first
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
 def seeded(*key, device="cpu"):
@@ -517,8 +539,8 @@ def update_reference(parts, rollout, step, s):
         return {}
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
-        rows = sum(from_all_ranks(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+        pairs_of_step = seeded(s.seed, "pairs", step)
+        reward.collect_pairs(reward_model, rollout.judged, s.group_size, pairs_of_step)
     if step % s.renew_reference:
         return {}
     parts.ref_model.load_state_dict(parts.policy_model.state_dict())
@@ -556,25 +578,12 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
-
-    A signal to the run breaks it off: then some problems were not asked.
-    """
-    # Of the variants of a step's answers and rewards an evaluation has none.
-    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0,
-                length_rescale=0, overlong_buffer=0)
+def evaluate(parts, settings, group_size=1, temperature=0.0):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
+    at_a_time = max(1, settings.prompts_per_step // world() * settings.group_size // group_size)
+    s = replace(settings, group_size=group_size, temperature=temperature)
     policy = sampling_model(parts.policy_model)
-    mine = share_of_rank(len(parts.eval_problems))
-    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    rows = []
-    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        if run and run.signal:
-            break
-        asked = chosen(parts.eval_problems, places, (s.seed, "evaluation"))
-        rollout, _ = answers_and_rewards(policy, parts, *asked, s)
-        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
-    rows = sum(from_all_ranks(rows), [])
+    rows = sum(together(evaluation_rows, policy, parts, s, at_a_time), [])
     metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
     if parts.reward_of:
         for name in reward_names(rows):
@@ -582,26 +591,31 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
     return metrics, rows
 
 
-def evaluate_if_due(run, parts, s):
-    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
+def evaluation_rows(policy, parts, s, at_a_time):
+    """The rows of this GPU's share of the held-out problems; a signal breaks them off."""
+    rows = []
+    mine = share_of_rank(len(parts.eval_problems))
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if SIGNALS:
+            break
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, (s.seed, "evaluation"), s)
+        rollout, _ = answers_and_rewards(policy, parts, batch, s, parts.sampler)
+        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
+    return rows
 
-    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
-    """
+
+def evaluate_if_due(run, parts, s):
+    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation."""
     # Scores of other problems or rewards get another number: they never compete.
-    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
-    eval_id = number_of(asked)
+    eval_id = number_of((parts.eval_problems, s.reward, s.reward_weights, s.reward_model))
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
     is_last = run.step == s.steps
     is_nth = run.step % (s.eval_every or s.steps) == 0
     is_turn = not steps or is_last or is_nth
     if run.step in steps or not is_turn:
         return
-    scores, rows = evaluate(parts, s, run=run)
-    if run.stopped():
-        return
-    key = {"step": run.step, "eval_id": eval_id}
-    run.append("evaluations.jsonl", key | {"answers": rows})
-    run.log(key | scores)
+    scores, rows = evaluate(parts, s)
+    run.log_evaluation({"step": run.step, "eval_id": eval_id}, scores, rows)
     keep_best(run, parts, s)
 
 
@@ -904,9 +918,34 @@ def from_all_ranks(value):
     return values
 
 
-def all_rows(tensor):
-    """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
-    return torch.cat(from_all_ranks(tensor))
+class Stopped(Exception):
+    """A signal came: what was begun does not count, and is begun anew when the run is resumed."""
+
+
+def together(function, *given):
+    """The function's results on all ranks, a list. Stopped: a signal came to one of them meanwhile.
+
+    A terminal's Ctrl-C reaches all that a reward has started, too: a sandbox that it kills earns
+    nothing, or its reward raises an error. No step is trained on that.
+    """
+    try:
+        result = function(*given)
+    except Exception:
+        if not SIGNALS:
+            raise
+        result = None
+    results = from_all_ranks(result)
+    if stopped():
+        raise Stopped
+    return results
+
+
+def stopped():
+    """The signal to any rank, which stops all of them; 0 if there was none."""
+    number = max(from_all_ranks(max(SIGNALS, default=0)))
+    if number:  # a signal that comes just now counts the next time
+        SIGNALS[:] = [number]
+    return number
 
 
 def mean_of_ranks(numbers):
@@ -975,6 +1014,7 @@ RECENT = 100  # steps that the bar and the warnings look at: a step costs the sa
 TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
 
 
+SIGNALS = []  # that have come since a run began to listen
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
 
 
@@ -999,14 +1039,15 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def stopping_on_signals(run):
-    """Ctrl-C, or a scheduler's signal, lets the step end; a second one stops at once."""
+def listening_to_signals():
+    """Ctrl-C, or a scheduler's signal, ends a run after this step; a second one stops at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
-        run.signal = number
+        SIGNALS.append(number)
         print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
     names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
+    SIGNALS.clear()
     try:
         for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
@@ -1033,35 +1074,27 @@ def replacing(path):
 
 
 class Run:
-    """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
-
-    # These are in a checkpoint. What the logs hold is read from them.
-    SAVED = "step pairs command origin".split()
+    """The state of a run. Only rank 0 writes, and only if the run has a folder."""
 
     step = 0  # the last step that is done
     saved_step = None  # the step of the checkpoint
-    is_mid_step = False  # a weight has moved since then
     command = ""  # what began the run; empty if Python did
     origin = None  # what it began with, see origin_of
-    resume_command = ""  # set once there is something to resume
-    name = ""
-    folder = None  # of rank 0, see claim_folder()
-    signal = 0
+    folder = None  # a Path, see claim_folder
 
     def __init__(self):
         self.history = []  # the lines of metrics.jsonl: those of steps,
         self.evaluations = []  # and those of evaluations
-        self.pairs = [], []  # a reward model's, when it is saved
 
     def claim_folder(self, s):
-        """On rank 0: make the folder and lock it until the process ends -> its name."""
+        """On rank 0: make the folder and lock it until the process ends -> its Path."""
         model = Path(re.sub("/(final|best)$", "", s.model))  # RUN/final is named after RUN
         begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # two in one second
         name = s.output or f"runs/{model.name}-{begun}"
-        self.folder = Path(name).absolute()  # a reward may change the directory
+        folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / ".lock", "w")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(folder / ".lock", "w")
         try:
             import fcntl
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1069,33 +1102,53 @@ class Run:
             raise BadInput(f"--output {name}: another run writes there") from None
         except (ImportError, OSError):
             pass  # Windows, or a file system without locks
-        return str(self.folder)
+        return folder
 
-    def stopped(self):
-        """The signal to any rank, which stops all of them; 0 if there was none."""
-        number = max(from_all_ranks(self.signal))
-        if number:  # a signal that comes just now counts the next time
-            self.signal = number
-        return number
+    @property
+    def writes(self):
+        return self.folder and rank() == 0
 
-    def log(self, metrics, answer=""):
-        """Write the line of a step or of an evaluation; a step's warns of a known failure."""
+    @property
+    def resume_command(self):
+        """What goes on with the run; "" before there is a checkpoint."""
+        if self.folder is None or self.saved_step is None:
+            return ""
+        return command("train.py", "--resume", str(self.folder))
+
+    def log_step(self, metrics, rollout, group_size):
+        """Write a step's samples and its line, which warns of a known failure.
+
+        BadInput: ten steps in a row have moved no weight.
+        """
+        for record in samples_of(rollout, metrics["step"], group_size):
+            self.append("samples.jsonl", record)
         line = {name: finite(value) for name, value in metrics.items()}
-        is_step = "eval_id" not in line
-        if is_step:
-            recent = [*self.history[-RECENT:], line]
-            symptom = symptoms(recent, answer)
-            if symptom and not any("warning" in row for row in recent):  # one is enough
-                line["warning"] = symptom
-                print0(f"step {line['step']}: {symptom}", sys.stderr)
+        recent = [*self.history[-RECENT:], line]
+        symptom = symptoms(recent, rollout.responses[-1])
+        if symptom and not any("warning" in row for row in recent):  # one is enough
+            line["warning"] = symptom
+            print0(f"step {line['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", line)
-        (self.history if is_step else self.evaluations).append(line)
-        self.step, self.is_mid_step = line["step"], False
+        self.history.append(line)
+        self.step = line["step"]
         skipped = [row for row in self.history[-10:] if row.get("skipped_updates")]
-        if is_step and len(skipped) == 10:
+        if len(skipped) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
+
+    def log_evaluation(self, key, scores, answers):
+        """Write an evaluation's answers, then its line: a kill between them leaves no line."""
+        line = key | {name: finite(value) for name, value in scores.items()}
+        self.append("evaluations.jsonl", key | {"answers": answers})
+        self.append("metrics.jsonl", line)
+        self.evaluations.append(line)
+
+    def append(self, name, record):
+        """Write a line to a log."""
+        if self.writes:
+            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
+                log.write(json.dumps(record) + "\n")
 
     def curve(self, name, n=0):
         """A metric over all steps, or over the last n: (step, value)s, without those of null.
@@ -1108,28 +1161,43 @@ class Run:
                     if row["eval_id"] == self.evaluations[-1]["eval_id"]]
         return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
-    def first_and_last(self):
-        """The answers of the first and of the last evaluation of the same problems, see row_of."""
-        points = self.curve("eval_id")
-        answers = {}  # a kill may have left an evaluation that was then asked again
-        for line in self.records("evaluations.jsonl"):
-            answers[line["step"], line["eval_id"]] = line["answers"]
-        return answers[points[0]], answers[points[-1]]
 
-    def append(self, name, record):
-        if self.folder:
-            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
-                log.write(json.dumps(record) + "\n")
-
-    def records(self, name):
-        """What a log has: a list of dicts."""
-        with open(Path(self.name, name)) as log:
-            return list(map(json.loads, log))
-
-    def read_metrics(self):
-        """Know what metrics.jsonl says."""
-        for line in self.records("metrics.jsonl"):
+    def read_metrics(self, lines):
+        """Know what these lines of metrics.jsonl say."""
+        for line in lines:
             (self.evaluations if "eval_id" in line else self.history).append(line)
+
+
+def records_in(folder, name, last_step=math.inf):
+    """The records of a log, a list of dicts, without those of later steps."""
+    path = Path(folder, name)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    records = []
+    for line in text.splitlines():
+        with suppress(ValueError):  # a kill may have left half a line
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                records.append(record)
+    return records
+
+
+def cut_logs(run):
+    """On rank 0: take out of the logs what is later than the checkpoint -> metrics.jsonl's lines.
+
+    What is lacking, be it by a power failure or because somebody deleted it, is told.
+    """
+    kept = {}
+    for name in LOGS:
+        kept[name] = records_in(run.folder, name, run.step)
+        if run.step and not kept[name]:
+            print0(f"{run.folder}/{name} is lacking: it begins anew")
+        with replacing(run.folder / name) as new:
+            new.write_text("".join(json.dumps(record) + "\n" for record in kept[name]))
+    lines = kept["metrics.jsonl"]
+    steps = {line["step"] for line in lines if "eval_id" not in line}
+    if lacking := run.step - len(steps):
+        print0(f"{run.folder}/metrics.jsonl lacks {lacking} of {run.step} steps: no curve has them")
+    return lines
 
 
 def samples_of(rollout, step, group_size):
@@ -1159,7 +1227,7 @@ def on_host(run, tensors):
     copies = {}
     for name, tensor in tensors.items():
         whole = whole_of(tensor.detach())  # all ranks take part in gathering
-        if run.folder:
+        if run.writes:
             copies[name] = whole.cpu()
     return copies
 
@@ -1170,7 +1238,7 @@ def save_folder(model, tokenizer, run, name):
     for tied in model.all_tied_weights_keys:  # a head that is the embedding is written once
         weights.pop(tied, None)
     whole = on_host(run, weights)
-    if run.folder:
+    if run.writes:
         with replacing(run.folder / name) as new:
             model.save_pretrained(new, state_dict=whole)
             sample.save_tokenizer(tokenizer, new)
@@ -1180,11 +1248,11 @@ def save_folder(model, tokenizer, run, name):
 def keep_best(run, parts, s):
     """best/ is the policy of the best evaluation in the log, or it is not there."""
     best = best_step(run)
-    if os.path.exists(f"{run.name}/best/step-{best}"):
+    if os.path.exists(f"{run.folder}/best/step-{best}"):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.folder:  # after a kill best/ may be of a step that the log has lost
+    elif run.writes:  # after a kill best/ may be of a step that the log has lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
@@ -1227,10 +1295,10 @@ def save_checkpoint(run, parts, s):
         cause = "--lr or --weight-decay may be too large" if run.step else "so --model has them"
         raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
-    if run.folder:
+    if run.writes:
+        counters = {"step": run.step, "command": run.command, "origin": run.origin}
         if parts.reward_model:
-            run.pairs = parts.reward_model.pairs, parts.reward_model.replay
-        counters = {name: getattr(run, name) for name in run.SAVED}
+            counters["pairs"] = parts.reward_model.pairs, parts.reward_model.replay
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
@@ -1242,51 +1310,29 @@ def save_checkpoint(run, parts, s):
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
     """Restore what the checkpoint holds."""
-    path = Path(run.name, CHECKPOINT)
+    path = run.folder / CHECKPOINT
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
         # A name that only one of the two has would be lost, or is lacking.
-        if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
+        if odd := {*file.keys()} ^ {"counters", *tensors}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
+        if parts.reward_model:
+            parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
         vars(run).update(counters)
         for name, tensor in tensors.items():
             saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
             if is_sharded(tensor):
                 saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
             tensor.copy_(saved)
-    if parts.reward_model:
-        parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the model still has the weights of the start
     run.saved_step = run.step
-
-
-def load_logs(run):
-    """Know what the logs say up to the checkpoint, and cut off what comes later."""
-    with blame(f"--resume: a log in {run.name} is not whole:"):
-        on_rank_0(cut_logs, run)
-        run.read_metrics()
-        if len(run.history) != run.step:
-            raise ValueError(f"metrics.jsonl has lines of {len(run.history)} steps")
-
-
-def cut_logs(run):
-    """Keep the lines up to this step: after a kill there may be later ones, and half a line."""
-    for name in LOGS:
-        path = run.folder / name
-        if run.step == 0:
-            path.touch()  # the kill may have come before its first line
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= run.step]
-        with replacing(run.folder / name) as new:
-            new.write_text("".join(kept))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1370,9 +1416,18 @@ def example_of(first, last):
     return first[i], last[i]
 
 
+def first_and_last(run):
+    """The answers of the first and of the last evaluation of the same problems, see row_of."""
+    answers = {}  # a kill may have left an evaluation that was then asked again
+    for record in records_in(run.folder, "evaluations.jsonl"):
+        answers[record["step"], record["eval_id"]] = record["answers"]
+    known = [answers[point] for point in run.curve("eval_id") if point in answers]
+    return known[0], known[-1]
+
+
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    first, last = run.first_and_last()
+    first, last = first_and_last(run)
     before, after = example_of(first, last)
     print0("\nof the held-out problems the one that gained most\n"
            f"question  {before['problem']}\nbefore    {before['answer']}\n"
@@ -1383,12 +1438,13 @@ def print_story(run):
         print0(f"{title:33}{small_curve(points)}")
         if "eval_" in metric:
             print0(f"{'':33}{change_of(metric, first, last)}")
-    further = "--resume", run.name, "--steps", str(2 * run.step)
+    folder = str(run.folder)
+    further = "--resume", folder, "--steps", str(2 * run.step)
     print0("")
-    if os.path.exists(f"{run.name}/best"):
-        print0(f"best state           {run.name}/best, of step {best_step(run):g}")
-    print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
-           f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+    if os.path.exists(f"{folder}/best"):
+        print0(f"best state           {folder}/best, of step {best_step(run):g}")
+    print0(f"see what it learned  {command('tests/tools/page.py', folder)}\n"
+           f"talk to the result   {command('sample.py', '--model', folder)} \"YOUR QUESTION\"\n"
            f"train it further     {command('train.py', *further)}")
 
 
@@ -1818,6 +1874,8 @@ def check_settings(s):
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (not s.kl_coef and (band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
+        (s.minibatches > s.prompts_per_step // world(),
+         f"--minibatches {s.minibatches}: more than the --prompts-per-step of a process"),
     ]
     for is_so, line in refusals:
         if is_so:
@@ -2108,7 +2166,7 @@ def line_of(error):
 
 def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
-    run.name = on_rank_0(run.claim_folder, s)
+    run.folder = on_rank_0(run.claim_folder, s)
     settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
     today = run.origin = origin_of(parts, settings)
     if s.resume:
@@ -2116,37 +2174,34 @@ def train(parts, s, run):
         if run.step > s.steps:
             print0(f"already at step {run.step}: nothing to do")
             return 0
-        load_logs(run)
+        run.read_metrics(on_rank_0(cut_logs, run))
         keep_best(run, parts, s)
     else:
         save_checkpoint(run, parts, s)
     changed = [name for name in today if today[name] != run.origin.get(name)]
     if changed:
         print0(f"not as when the run began: {', '.join(changed)}")
-    if run.folder:  # this comes last: where there are settings, there is a checkpoint
+    if run.writes:  # this comes last: where there are settings, there is a checkpoint
         with replacing(run.folder / "config.json") as new:
             new.write_text(json.dumps(settings, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
     print_start(run, parts, s)
 
-    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
-        with stopping_on_signals(run):
+        with listening_to_signals():
             train_grpo(parts, s, run)
-            stopped = run.stopped()
     except Exception:
-        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
-        # costs those since the last checkpoint.
-        if not run.is_mid_step and world() == 1:
+        # A user's code runs before an update, and so its error costs no step. With other ranks,
+        # which may not come here, it costs those since the last checkpoint.
+        if world() == 1:
             save_checkpoint(run, parts, s)
         raise
-    if stopped:
+    if number := stopped():
         save_checkpoint(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + stopped
+        return 128 + number
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
-    if s.lora_rank and run.folder:
+    if s.lora_rank and run.writes:
         save_adapter(run, parts.optimizer, s)
     if s.renew_reference and parts.reward_model:  # it has been trained further
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
@@ -2161,7 +2216,7 @@ def print_start(run, parts, s):
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
            f"{world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
-           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+           f"run       {run.folder}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
