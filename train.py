@@ -406,9 +406,9 @@ def mini_batches(rollout, s):
 def sampling_metrics(micro, entropy, mask, n_tokens):
     """Of the policy that drew these rows, their share of means over all n_tokens in the loss."""
     apart = (micro.sampler_logprobs - micro.old_logprobs).abs()                        # (n, S-1)
-    apart = apart.where(mask & apart.isfinite(), 0)  # else the update is skipped
+    known = mask & micro.old_logprobs.isfinite()  # else the update is skipped
     return {"entropy": entropy.where(mask, 0).sum() / max(n_tokens, 1),
-            "sampler_difference": apart.sum() / max(n_tokens, 1)}
+            "sampler_difference": apart.where(known, 0).sum() / max(n_tokens, 1)}
 
 
 def check_sampler(parts, nats, s):
@@ -596,7 +596,7 @@ def evaluation_rows(policy, parts, s, at_a_time):
     rows = []
     mine = share_of_rank(len(parts.eval_problems))
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        if SIGNALS:
+        if RECEIVED:
             break
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, (s.seed, "evaluation"), s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s, parts.sampler)
@@ -931,7 +931,7 @@ def together(function, *given):
     try:
         result = function(*given)
     except Exception:
-        if not SIGNALS:
+        if not RECEIVED:
             raise
         result = None
     results = from_all_ranks(result)
@@ -942,9 +942,9 @@ def together(function, *given):
 
 def stopped():
     """The signal to any rank, which stops all of them; 0 if there was none."""
-    number = max(from_all_ranks(max(SIGNALS, default=0)))
+    number = max(from_all_ranks(max(RECEIVED, default=0)))
     if number:  # a signal that comes just now counts the next time
-        SIGNALS[:] = [number]
+        RECEIVED[:] = [number]
     return number
 
 
@@ -1014,7 +1014,7 @@ RECENT = 100  # steps that the bar and the warnings look at: a step costs the sa
 TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
 
 
-SIGNALS = []  # that have come since a run began to listen
+RECEIVED = []  # that have come since a run began to listen
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
 
 
@@ -1043,11 +1043,11 @@ def listening_to_signals():
     """Ctrl-C, or a scheduler's signal, ends a run after this step; a second one stops at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
-        SIGNALS.append(number)
+        RECEIVED.append(number)
         print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
     names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
-    SIGNALS.clear()
+    RECEIVED.clear()
     try:
         for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:

@@ -77,14 +77,15 @@ def main(folder):
 
 def tinted_groups(run):
     """The groups in samples.jsonl that have token ids."""
-    return [record for record in run.records("samples.jsonl") if "input_ids" in record]
+    groups = train.records_in(run.folder, "samples.jsonl")
+    return [group for group in groups if "input_ids" in group]
 
 
 def run_of(folder):
     """The Run that its folder tells of."""
     run = train.Run()
-    run.name, run.folder = str(folder), folder
-    run.read_metrics()
+    run.folder = folder
+    run.read_metrics(train.records_in(folder, "metrics.jsonl"))
     return run
 
 
@@ -98,7 +99,7 @@ def page_of(run, sections, s):
     _, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
-    rows = run.first_and_last()
+    rows = train.first_and_last(run)
     before, after = example_of(*rows)
     changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
                if metric.startswith("eval_")]

@@ -21,7 +21,7 @@ from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_che
                    checkpoint_of, counters_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
                    snapshot)
 from runs import begin, one_line_of, refused, started, trained, trains, well_ended
-from steps import NO_MEMORY, raises, run_in
+from steps import NO_MEMORY, log, raises, run_in
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 import train
@@ -72,12 +72,13 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
     whole, parts = trained(tmp_path / "whole", *flags), tmp_path / "parts"
     metrics = curve(whole)
 
-    def stopped(run):
-        run.signal = signal.SIGINT * (run.step == len(metrics) - 2)
-        return run.signal
+    def evaluate_if_due(run, *given, real=train.evaluate_if_due):
+        real(run, *given)
+        if run.step == len(metrics) - 2:
+            train.RECEIVED.append(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "stopped", stopped)
+        patch.setattr(train, "evaluate_if_due", evaluate_if_due)
         assert train.main([*flags, f"--output={parts}"]) == 130
     trains(f"--resume={parts}")
     assert_bitwise(parts, whole)
@@ -267,13 +268,12 @@ def test_signals_while_a_line_waits_for_its_reader():
         sys.stderr = open(pipe, "w")
         train.survive_closing(sys.stderr)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        run = train.Run()
-        with train.stopping_on_signals(run):
+        with train.listening_to_signals():
             signal.raise_signal(signal.SIGHUP)
             main = threading.get_ident()
             threading.Timer(1, signal.pthread_kill, (main, signal.SIGTERM)).start()
             print("waits", file=sys.stderr)
-            print(run.stopped(), flush=True)
+            print(train.stopped(), flush=True)
             signal.raise_signal(signal.SIGTERM)"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT, stdout=-1)
     assert (done.stdout, done.returncode) == (b"15\n", -signal.SIGTERM)
@@ -564,7 +564,7 @@ def test_ten_steps_that_skip_updates_stop_it(capsys, monkeypatch, tmp_path):
     assert [m["step"] for m in metrics_of(folder)] == [*range(14)]
     run = run_in(tmp_path)                                # one now and then does not stop it
     for step in range(21):
-        run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
+        log(run, {"step": step, "skipped_updates": 3 if step % 4 else 0})
 
 
 def test_weights_that_are_not_finite_are_never_saved(capsys, monkeypatch, tmp_path):
