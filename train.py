@@ -1693,7 +1693,7 @@ def refuse_flags(message):
     """In place of argparse's own end, which has two lines: BadInput."""
     hint = "--help lists the flags"
     if re.search("unrecognized.* --(eval-only|against|trace)", message):
-        hint = "tests/tools/evaluate.py does that; for --trace see lesson.py beside it"
+        hint = "in tests/tools evaluate.py evaluates, and lesson.py traces a step"
     raise BadInput(f"{message} ({hint})")
 
 

@@ -4,8 +4,8 @@
     python tests/tools/evaluate.py MODEL --eval-limit 0        # a model or a run's folder: all of
     python tests/tools/evaluate.py RUN --against OTHER         # the problems; greedy answers of two
 
-Behind MODEL stand flags of train.py; a run's policy is asked as in its run. Of sampled answers it
-prints pass@k, maj@k, and of your own rewards the best of k.
+Behind MODEL stand flags of train.py that do not only train; a run's policy is asked as in its run.
+Of sampled answers it prints pass@k, maj@k, and of your own rewards the best of k.
 """
 import argparse
 import math
@@ -22,9 +22,7 @@ if __name__ == "__main__":  # a reward may import another evaluate; Ctrl-C ends 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path.insert(0, str(TOOLS.parents[1]))
-import train  # noqa: E402, I001  # before torch, which then reads what it sets
-import torch  # noqa: E402
-import sample  # noqa: E402
+import train  # noqa: E402  # first: it sets what torch reads when it is imported
 from reward import BadInput, accepted, blame, canonical, extract_boxed, groups_of  # noqa: E402
 from train import column, compared, flag_of, print0, reward_names, with_error  # noqa: E402
 
@@ -52,18 +50,15 @@ def main(words):
 
 def parse(words):
     """The words of a command line -> Settings, the folder of the other policy or ""."""
-    parser = argparse.ArgumentParser(
-        usage="evaluate.py [MODEL] [--against OTHER] [--FLAG VALUE ...]", allow_abbrev=False,
-        epilog="flags of train.py, see its --help: " + " ".join(map(flag_of, ASKED)))
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.error = train.refuse_flags
-    parser.add_argument("--against", default="", type=os.path.expanduser, metavar="OTHER",
-                        help="another policy, asked the same problems")
+    parser.add_argument("--against", default="", type=os.path.expanduser, metavar="OTHER")
     own, words = parser.parse_known_args(list(map(str, words)))
     if words and not words[0].startswith("-"):
         words.insert(0, "--model")
     flags = train.parse_flags(words)
     for name in sorted(flags.keys() - ASKED):
-        raise BadInput(f"{flag_of(name)}: only trains, which this tool does not")
+        raise BadInput(f"{flag_of(name)}: does nothing in an evaluation")
     source = config_of(flags.get("model"))
     if source and "config" not in flags:
         config = train.read_config(source)
@@ -78,8 +73,7 @@ def config_of(folder):
     """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
     path = Path(str(folder))
     run = path.parent if path.name in ("final", "best") else path
-    is_run = (run / "metrics.jsonl").is_file() and (run / "config.json").is_file()
-    return f"{run}/config.json" if is_run else None
+    return f"{run}/config.json" if (run / "metrics.jsonl").is_file() else None
 
 
 def print_figures(parts, s):
@@ -107,9 +101,9 @@ def print_comparison(parts, s, against):
     source = config_of(against)
     trained = train.Settings(**train.read_config(source)) if source else s
     for name in "system_prompt template_args max_new_tokens reply max_turns".split():
-        if getattr(trained, name) != getattr(s, name):  # its run has asked otherwise
-            print0(f"--against {against}: asked with {flag_of(name)} {getattr(s, name)!r}, its run "
-                   f"had {getattr(trained, name)!r}")
+        now, then = getattr(s, name), getattr(trained, name)
+        if now != then:
+            print0(f"--against {against}: asked with {flag_of(name)} {now!r}, its run had {then!r}")
     _, after = train.evaluate(parts, s)
     _, before = train.evaluate(other, s)
     print_means(s.model, after, against, before)
@@ -119,10 +113,9 @@ def print_comparison(parts, s, against):
 
 def with_policy(parts, s, against):
     """The parts with the other policy. BadInput: its template or its length does not fit."""
-    device = "cpu" if s.has_shards else s.device
-    with blame(f"--against {against}:"):
-        policy, tokenizer = sample.open_policy(against, device, s.dtype, s.fast, s.template_args)
     other = replace(s, model=against)
+    with blame(f"--against {against}:"):
+        policy, tokenizer = train.load_policy(other)
     with train.checking_prompts(f"--against {against}", tokenizer, other) as check:
         for problem in parts.eval_problems:
             check(problem)
@@ -170,7 +163,7 @@ def majority_at_k(answers, truths, k):
         winners = multimode(votes)
         right = set(winners).intersection(map(canonical, accepted(truth)))
         shares.append(len(right) / max(len(winners), 1))
-    return torch.tensor(shares, dtype=torch.float64)
+    return train.torch.tensor(shares, dtype=train.torch.float64)
 
 
 if __name__ == "__main__":
