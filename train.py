@@ -895,14 +895,6 @@ def leave_ranks(status):
         os._exit(status)
 
 
-def end_rank(fault):
-    """Print this rank's fault, and end without waiting for others."""
-    if "gloo/transport" in fault:  # the other rank tells its own fault, or was killed
-        fault = "lost its connection to another rank"
-    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
-    os._exit(2)  # sys.exit() would wait for collectives
-
-
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
     first = rank() * n // world()
@@ -1738,14 +1730,11 @@ def flag_of(name):
 
 def parse_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
-    def error(message):
-        raise BadInput(f"{message} (--help lists the flags)")
-
     parser = argparse.ArgumentParser(
         usage="train.py [--FLAG VALUE ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
-    parser.error = error
+    parser.error = refuse_flags
     group = parser
     # Of each line with a comment: its first word and the comment
     for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
@@ -1754,6 +1743,14 @@ def parse_flags(words):
         else:  # a comment of its own is a heading
             group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def refuse_flags(message):
+    """In place of argparse's own end, which has two lines: BadInput."""
+    hint = "--help lists the flags"
+    if re.search("unrecognized.* --(eval-only|against|trace)", message):
+        hint = "in tests/tools evaluate.py evaluates, and lesson.py traces a step"
+    raise BadInput(f"{message} ({hint})")
 
 
 def options_of_flag(name, comment):
@@ -1804,7 +1801,7 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+        if others := flags.keys() & {"config", "output", "plain"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
@@ -1917,16 +1914,26 @@ def choose_device(s):
     return device, "float32"
 
 
-def settings_of_device(s):
-    """Settings -> the same, checked, with what device and model decide; a model without storage."""
+def plan_memory(s, to_train=True):
+    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_settings(s)  # cheap checks first: flags, the device, the model's config
+    s = settings_of_device(s)
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    # A CPU's memory is not counted, and an evaluation has no step.
+    if to_train and s.device.startswith("cuda"):
+        fit_gpu(s)
+    return s
+
+
+def settings_of_device(s):
+    """Settings -> the same with what the device and the model's config decide."""
     device, fast_dtype = choose_device(s)
     dtype = fast_dtype if s.dtype == "auto" else s.dtype
-    with blame(f"--model {s.model}:"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
-    half = length_limit(model.config) / 2  # half of the positions are for the question
+    with blame(f"--model {s.model}:"):
+        positions = length_limit(sample.checked_config(s.model))
     s = replace(s, device=str(device), dtype=dtype,
-                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # Half of the positions are for the question.
+                max_new_tokens=s.max_new_tokens or int(min(512, positions / 2)),
                 # The last digit of a sum depends on the number of threads.
                 threads=s.threads or torch.get_num_threads())
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
@@ -1936,20 +1943,13 @@ def settings_of_device(s):
     # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
     if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
-    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
-    return s, model
-
-
-def plan_memory(s):
-    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
-    s, model = settings_of_device(s)
-    if s.device.startswith("cuda"):  # a CPU's memory is not counted
-        fit_gpu(s, model)
     return s
 
 
-def fit_gpu(s, model):
+def fit_gpu(s):
     """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    with blame(f"--model {s.model}:"), torch.device("meta"):  # without storage
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=s.dtype)
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = (s.dry_run - 1) * 2**30
     else:
@@ -1990,47 +1990,35 @@ def fit_gpu(s, model):
 # Loading: model, tokenizer, problems, reward. Nearly all bad input is found before a folder is
 # made.
 
-def load(s):
-    """Settings that plan_memory has completed -> the Parts of a run."""
-    parts = load_to_evaluate(s)
-    if parts.problems is None:
-        parts.problems = checked_problems("--data", s.data, parts.tokenizer, s)
-    if len(parts.problems) < s.prompts_per_step:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(parts.problems)} to train on, beside those that are held out "
-                       "(--eval-data names others, or the same file)")
-    if s.renew_reference and parts.reward_model:  # else it is never trained
-        with_moments(parts.reward_model.optimizer)
-        if not any(truths_of(parts.problems)):
-            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
-                   "the rule orders its pairs")
-    if s.kl_coef:  # the initial policy, frozen
-        # A sharded model cannot be copied, and host memory should hold one model at a time.
-        initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(parts.policy_model)
-        parts.ref_model = shard(initial.requires_grad_(False), s)
-    parts.optimizer = make_optimizer(parts.policy_model, s, parts.ref_model)
-    return parts
-
-
-def load_to_evaluate(s):
-    """The Parts without those that training alone needs: reference, optimizer and, if others are
-    held out, problems."""
+def load(s, to_train=True):
+    """Settings that plan_memory has completed -> the Parts of a run, or of an evaluation alone."""
     torch.set_num_threads(s.threads)
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
-    reward_model = None
+    reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
         sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
                           reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
     policy_model, tokenizer = load_policy(s)
-    problems, eval_problems = load_held_out(s, tokenizer)
+    problems, eval_problems = load_data(s, tokenizer, to_train)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model, reward_of = load_reward_model(s)
     policy_model = shard(policy_model, s, samples=True)
-    return Parts(policy_model, None, tokenizer, None, problems, eval_problems, sampler,
+    if to_train:
+        if s.renew_reference and reward_model:  # else it is never trained
+            with_moments(reward_model.optimizer)
+            if not any(truths_of(problems)):
+                print0("--renew-reference: no true answer is known, so --reward-model is not "
+                       "trained: the rule orders its pairs")
+        if s.kl_coef:  # the initial policy, frozen
+            # A sharded model cannot be copied, and host memory should hold one model at a time.
+            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
+            ref_model = shard(initial.requires_grad_(False), s)
+        optimizer = make_optimizer(policy_model, s, ref_model)
+    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
                  reward_of, reward_model)
 
 
@@ -2048,22 +2036,23 @@ def load_reward_model(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device = "cpu" if s.has_shards else s.device
-    fast = s.fast and not s.plain
     with blame(f"--model {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, s.fast and not s.plain,
+                                              s.template_args)
     if s.gradient_checkpointing:
         checkpoint_layers(model)
     return model, tokenizer
 
 
-def load_held_out(s, tokenizer):
-    """-> the problems of --data that are left to train on, None if others are held out; those."""
+def load_data(s, tokenizer, to_train):
+    """Problems to train on and held-out ones -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = None
+    problems = []
+    if to_train or not held_out:
+        problems = checked_problems("--data", s.data, tokenizer, s)
     if held_out:
         eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
     else:
-        problems = checked_problems("--data", s.data, tokenizer, s)
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
@@ -2073,13 +2062,28 @@ def load_held_out(s, tokenizer):
     eval_problems = reward.distinct(each_once, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    if to_train and len(problems) < s.prompts_per_step:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
+                       f"{len(problems)} to train on, beside those that are held out (--eval-data "
+                       "names others, or the same file)")
     return problems, eval_problems
 
 
-def checked_problems(name, source, tokenizer, s):
+def checked_problems(flag, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    with checking_prompts(flag, tokenizer, s) as check:
+        return reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                    check, partial(with_progress, desc=f"reading {source}"))
+
+
+@contextmanager
+def checking_prompts(flag, tokenizer, s):
+    """Yields check(problem): every prompt is checked now, not in the step that happens to draw it.
+
+    BadInput: one is too long for the model. At the end it tells what is odd in them.
+    """
     config = sample.checked_config(s.model)
     limit = length_limit(config)
     T = s.answer_tokens
@@ -2088,8 +2092,7 @@ def checked_problems(name, source, tokenizer, s):
     unknown = []  # how many words of each prompt the tokenizer does not know
     marked = []  # one special token of each problem that holds some
 
-    # Every prompt is checked now, not in the step that happens to draw it.
-    def visit(problem):
+    def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
@@ -2102,27 +2105,25 @@ def checked_problems(name, source, tokenizer, s):
                              f"the model's {limit} positions: lower --max-new-tokens or "
                              "--max-turns, or take out such problems")
 
-    with blame(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        visit, partial(with_progress, desc=f"reading {source}"))
+    with blame(f"{flag}:"):
+        yield check
     if any(unknown):
-        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+        print0(f"{flag}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     if marked:
-        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+        print0(f"{flag}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
                "template may write, and a space breaks it up: give the bare question, or messages")
-    return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, report
 
-def main(argv=None):
-    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
+def main(words):
+    """The words of a command line -> exit status: 0 done; 2 bad input, one line on standard error;
+    128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else argv
     run.command = shlex.join(["train.py", *map(str, words)])
-    try:
+    with in_one_line("train.py", run):
         settings = parse(words)
         if settings.dry_run is not None:
             plan_memory(settings)
@@ -2130,36 +2131,50 @@ def main(argv=None):
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
-        status = 0
         if settings.plain:
             plain_grpo(parts, settings)
-        else:
-            status = train(parts, settings, run)
+            return 0
+        status = train(parts, settings, run)
         leave_ranks(status)
         return status
+    return 2
+
+
+@contextmanager
+def in_one_line(program, run):
+    """Around a main: what line_of knows ends in its line, all else with its traceback.
+
+    A rank of several ends at once, without waiting for others.
+    """
+    try:
+        yield
     except Exception as error:
         fault = line_of(error)
         if run.resume_command:
-            fault = fault and f"{fault}; continue with: {run.resume_command}"
-            fast_paths = "logprob.py|in write_answers|loss.backward"
-            is_fast = bool(re.search(fast_paths, traceback.format_exc()))
-            error.add_note(f"continue with: {run.resume_command}"
-                           + " (--no-fast takes no fast paths)" * is_fast)
+            advice = f"continue with: {run.resume_command}"
+            fault = fault and f"{fault}; {advice}"
+            if re.search("logprob.py|in write_answers|loss.backward", traceback.format_exc()):
+                advice += " (--no-fast takes no fast paths)"
+            error.add_note(advice)
         if world() > 1:
-            end_rank(fault or traceback.format_exc())
+            fault = f"rank {rank()}: {fault or traceback.format_exc()}"
         if not fault:
             raise
-    print(f"train.py: {fault}", file=sys.stderr)
-    return 2
+        print(f"{program}: {fault}", file=sys.stderr)
+        if world() > 1:
+            os._exit(2)  # sys.exit() would wait for collectives
 
 
 def line_of(error):
     """The line for an error that its user can mend, or that no program can; "" for others."""
+    text = str(error)
+    if "gloo/transport" in text:  # the other rank tells its own fault, or was killed
+        return "lost its connection to another rank"
     if isinstance(error, BadInput):
-        return str(error)
+        return text
     if reward.out_of_memory(error):
         return f"out of memory; {ADVICE}"
-    if re.search("No space left|quota exceeded|File too large", str(error)):
+    if re.search("No space left|quota exceeded|File too large", text):
         return f"the disk is full, or a file may not grow: {one_line(error)}"
     return ""
 
@@ -2264,9 +2279,14 @@ def command(program, *flags):
     return shlex.join([*start, str(HERE / program), *flags])
 
 
-if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
+def as_command(main):
+    """Call this main of a script: warnings stand above the bars, and nobody has to read them."""
+    for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
-    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
-    sys.exit(main())
+    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    as_command(main)

@@ -451,7 +451,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         assert expected.items() <= vars(train.parse(words)).items()
     for model in folder, folder / "final":
         assert expected.items() <= vars(evaluate.parse([str(model)])[0]).items()
-    assert evaluate.parse([str(folder), "--lr=0.5"])[0].lr == 0.5
+    assert evaluate.parse([str(folder), "--seed=5"])[0].seed == 5
     assert evaluate.parse([f"{folder}/best"])[0].data == first["data"]
     assert train.parse(["--model", str(folder)]).data == "gsm8k"  # to train on it brings none
     assert evaluate.parse([])[0].config == str(train.TINY_CONFIG)

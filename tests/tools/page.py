@@ -60,7 +60,7 @@ def main(folder):
     folder = Path(folder)
     policy = folder / ("final" if (folder / "final").is_dir() else "best")
     flags = "--config", folder / "config.json", "--model", policy
-    s, _ = train.settings_of_device(train.parse(flags))
+    s = train.plan_memory(train.parse(flags), to_train=False)
     model, tokenizer = train.load_policy(s)
     sections = ""
     run = run_of(folder)

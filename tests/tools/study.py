@@ -436,8 +436,8 @@ def real_exam(train, config, model=None, samples=64):
     """Right answers of a model to all held-out problems of a task, greedy and sampled, pass@k."""
     given = ["--model", str(model)] if model else []
     settings = train.parse(["--eval-limit=0", "--config", config, *given])
-    settings, _ = train.settings_of_device(settings)
-    parts = train.load_to_evaluate(settings)
+    settings = train.plan_memory(settings, to_train=False)
+    parts = train.load(settings, to_train=False)
     found = {"samples": samples}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)
