@@ -17,12 +17,14 @@ if sys.version_info < (3, 11):  # noqa: UP036
     print("train.py: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 
-import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, shutil, signal
-import time, traceback, warnings
+import argparse, copy, hashlib, json, math, os, platform, re, shlex, shutil, signal
+import threading, time, traceback, warnings
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
 # What torch and tqdm read when they are imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
@@ -284,8 +286,8 @@ def answers_and_rewards(policy, parts, batch, s, sampler):
     drawn = time.perf_counter()
     rollout.problems = reward.repeat_each(batch.problems, G)                           # N
     rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
-    truths = truths_of(batch.problems)
-    rollout.rule_rewards = score_responses(rollout.responses, truths, G)               # (N,)
+    texts = list(map(reward.opened, rollout.responses, rollout.prompts))
+    rollout.rule_rewards = score_responses(texts, truths_of(batch.problems), G)        # (N,)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -1035,6 +1037,7 @@ def listening_to_signals():
     """Ctrl-C, or a scheduler's signal, ends a run after this step; a second one stops at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
+        reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back
         RECEIVED.append(number)
         print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
@@ -1736,8 +1739,10 @@ def parse_flags(words):
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = refuse_flags
     group = parser
+    source = (HERE / "train.py").read_text(encoding="utf-8")
+    fields = source.split("class Settings:")[1].split("@property")[0]
     # Of each line with a comment: its first word and the comment
-    for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
+    for name, comment in re.findall(r" *(\w*).*  # (.+)", fields):
         if name:
             group.add_argument(flag_of(name), **options_of_flag(name, comment))
         else:  # a comment of its own is a heading
@@ -1819,7 +1824,7 @@ def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
     with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
@@ -2160,7 +2165,7 @@ def in_one_line(program, run):
             fault = f"rank {rank()}: {fault or traceback.format_exc()}"
         if not fault:
             raise
-        print(f"{program}: {fault}", file=sys.stderr)
+        print(f"{program}: {sample.printable(fault)}", file=sys.stderr)
         if world() > 1:
             os._exit(2)  # sys.exit() would wait for collectives
 
@@ -2205,9 +2210,9 @@ def train(parts, s, run):
         # From here on a signal lets the step end; until here there was nothing to save.
         with listening_to_signals():
             train_grpo(parts, s, run)
-    except Exception:
-        # A user's code runs before an update, and so its error costs no step. With other ranks,
-        # which may not come here, it costs those since the last checkpoint.
+    except (reward.ForeignError, BadInput):
+        # A user's code runs before an update, so its error finds a whole step, and costs none. With
+        # other ranks, which may not come here, it costs those since the last checkpoint.
         if world() == 1:
             save_checkpoint(run, parts, s)
         raise
@@ -2267,7 +2272,7 @@ def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
         with tqdm.external_write_mode(file):
-            print(line, file=file, flush=True)
+            print(sample.printable(line), file=file, flush=True)
 
 
 def command(program, *flags):
@@ -2285,7 +2290,12 @@ def as_command(main):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    # A judge's thread may never end: it has five seconds.
+    end = threading.Timer(5, os._exit, [status])
+    end.daemon = True
+    end.start()
+    sys.exit(status)
 
 
 if __name__ == "__main__":

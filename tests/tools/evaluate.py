@@ -83,7 +83,8 @@ def print_figures(parts, s):
     _, rows = train.evaluate(parts, s, G, s.temperature)
     print_means(s.model, greedy, f"{G} samples of each at temperature {s.temperature}", rows)
     truths = train.truths_of(parts.eval_problems)
-    final = groups_of([extract_boxed(row["answer"]) for row in rows], G)
+    # An answer whose prompt opened its reasoning, which was cut in there, has no vote.
+    final = groups_of([row.get("boxed") and extract_boxed(row["answer"]) for row in rows], G)
     names = ["right"] * has_boxes(greedy + rows) + reward_names(rows) * bool(parts.reward_of)
     powers = [k for k in range(1, G) if k.bit_count() == 1]
     for k in [*powers, G]:  # 1, 2, 4, 8 … G

@@ -143,9 +143,9 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
         out, err = capsys.readouterr()
         assert "stopping after" in err and "Traceback" not in err
     else:
-        with pytest.raises(KeyError) as raised:
+        with pytest.raises(train.reward.ForeignError) as raised:
             train.main(flags)
-        out = "\n".join([str(raised.value), *raised.value.__notes__])
+        out = "\n".join([str(raised.value.__cause__), *raised.value.__notes__])
     assert handlers == [*map(signal.getsignal, signal.Signals)]
     assert re.search(said, out) and train.command("train.py", "--resume", str(folder)) in out
     assert counters_of(folder)["step"] == last and not (folder / "final").exists()
