@@ -1034,12 +1034,12 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def listening_to_signals():
-    """Ctrl-C, or a scheduler's signal, ends a run after this step; a second one stops at once."""
+    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one ends it at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
         reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back
         RECEIVED.append(number)
-        print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
+        print0("\nstopping (a second signal stops at once)", sys.stderr)
 
     names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
     RECEIVED.clear()
