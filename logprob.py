@@ -26,7 +26,6 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -330,26 +329,27 @@ def block_attention(model, tree):
     The keys of a block are the tokens that some query of it sees, K at most; a mask hides from each
     query those that only others see.
     """
-    # The larger a block, the more keys are hidden from a query, and are multiplied for nothing. A
-    # CPU has the least to do with 32 queries. A GPU wants few, large products, and waits for each
-    # block's `unique`.
+    # The larger a block, the more of its keys are hidden from a query and multiplied for nothing;
+    # the smaller, the more often keys are copied. A CPU is fastest with 32, a GPU wants large
+    # products.
     size = 32 if model.device.type == "cpu" else 512
     row, column = tree.runs_here.nonzero(as_tuple=True)                           # (T,) each
     T = len(row)
     padding = -T % size                                  # fills the last block
-    # Each token sees its row up to itself; the columns behind that name the token itself again.
+    # A token sees its row up to itself; the columns behind that name the token itself again.
     columns = torch.arange(tree.ids.shape[1]).minimum(column[:, None])            # (T, S)
-    sees = tree.in_long_row[row[:, None], columns]
-    sees, = to_device(model.device, pad(sees, (0, 0, 0, padding)))
-    blocks = [block.unique(return_inverse=True) for block in sees.split(size)]
-    keys, numbers = zip(*blocks)                         # numbers: of the keys that a query sees
-    keys = pad_sequence(keys, batch_first=True)                                   # (n, K)
-    numbers = torch.stack(numbers)                                                # (n, size, S)
-    n, K = keys.shape
-    mask = keys.new_full((n, size, K), -torch.inf, dtype=model.dtype)
-    mask = mask.scatter_(2, numbers, 0)[:, None]                                  # (n, 1, size, K)
+    seen = tree.in_long_row[row].gather(1, columns)
+    seen, = to_device(model.device, pad(seen, (0, 0, 0, padding)))
+    seen = seen.view(-1, size * seen.shape[1])           # by a block: (n, size * S)
+    n = len(seen)
+    is_key = seen.new_zeros(n, T).scatter_(1, seen, 1)
+    number = is_key.cumsum(dim=1).gather(1, seen) - 1    # each one's number among the block's keys
+    K = int(number.max()) + 1
+    keys = seen.new_zeros(n, K).scatter_(1, number, seen)
+    mask = seen.new_full((n, size, K), -torch.inf, dtype=model.dtype)
+    mask = mask.scatter_(2, number.view(n, size, -1), 0)[:, None]                 # (n, 1, size, K)
 
-    def keys_of_blocks(x):                               # (T, H, D) -> (n, H, K, D)
+    def of_blocks(x):                                    # (T, H, D) -> (n, H, K, D)
         x = x.index_select(0, keys.flatten())            # its gradient is faster than that of x[]
         return x.unflatten(0, (n, K)).transpose(1, 2)
 
@@ -361,7 +361,7 @@ def block_attention(model, tree):
             v = v.repeat_interleave(repeats, dim=1)
         q = pad(q, (0, 0, 0, 0, 0, padding))
         q = q.unflatten(0, (n, size)).transpose(1, 2)                             # (n, Hq, size, D)
-        k, v = keys_of_blocks(k), keys_of_blocks(v)
+        k, v = of_blocks(k), of_blocks(v)
         out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[:T]                              # (T, Hq, D)
 
