@@ -105,8 +105,7 @@ def chunks(hidden, weight):
 # The backward pass makes them once more only if the head itself is trained.
 
 class LeanHead(torch.autograd.Function):
-    """-> log-probs of the targets and entropies, (M,) each; logits are hidden @ weight.T / temperature.
-    """
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / temperature; entropies."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
@@ -329,29 +328,29 @@ def block_attention(model, tree):
     The keys of a block are the tokens that some query of it sees, K at most; a mask hides from each
     query those that only others see.
     """
-    # The larger a block, the more of its keys are hidden from a query and multiplied for nothing;
-    # the smaller, the more often keys are copied. A CPU is fastest with 32, a GPU wants large
-    # products.
+    # In a large block most keys are hidden from most queries, and are multiplied for nothing; with
+    # small blocks the same keys are copied for each of them. Of 16, 32 and 64 a CPU is fastest with
+    # 32. A GPU needs large products to be busy.
     size = 32 if model.device.type == "cpu" else 512
     row, column = tree.runs_here.nonzero(as_tuple=True)                           # (T,) each
     T = len(row)
-    padding = -T % size                                  # fills the last block
+    queries = pad(torch.arange(T), (0, -T % size)).view(-1, size)                 # (n, size)
     # A token sees its row up to itself; the columns behind that name the token itself again.
     columns = torch.arange(tree.ids.shape[1]).minimum(column[:, None])            # (T, S)
     seen = tree.in_long_row[row].gather(1, columns)
-    seen, = to_device(model.device, pad(seen, (0, 0, 0, padding)))
-    seen = seen.view(-1, size * seen.shape[1])           # by a block: (n, size * S)
+    seen = seen[queries].flatten(1)                      # by the queries of a block: (n, size * S)
+    queries, seen = to_device(model.device, queries, seen)
     n = len(seen)
     is_key = seen.new_zeros(n, T).scatter_(1, seen, 1)
-    number = is_key.cumsum(dim=1).gather(1, seen) - 1    # each one's number among the block's keys
+    number = is_key.cumsum(dim=1).gather(1, seen) - 1    # 0 for a block's first key, 1, 2, ...
     K = int(number.max()) + 1
     keys = seen.new_zeros(n, K).scatter_(1, number, seen)
     mask = seen.new_full((n, size, K), -torch.inf, dtype=model.dtype)
     mask = mask.scatter_(2, number.view(n, size, -1), 0)[:, None]                 # (n, 1, size, K)
 
-    def of_blocks(x):                                    # (T, H, D) -> (n, H, K, D)
-        x = x.index_select(0, keys.flatten())            # its gradient is faster than that of x[]
-        return x.unflatten(0, (n, K)).transpose(1, 2)
+    def of_blocks(x, tokens):                            # (T, H, D), (n, m) -> (n, H, m, D)
+        x = x.index_select(0, tokens.flatten())          # its gradient is faster than that of x[]
+        return x.unflatten(0, tokens.shape).transpose(1, 2)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
@@ -359,9 +358,8 @@ def block_attention(model, tree):
             repeats = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(repeats, dim=1)                               # (T, Hq, D)
             v = v.repeat_interleave(repeats, dim=1)
-        q = pad(q, (0, 0, 0, 0, 0, padding))
-        q = q.unflatten(0, (n, size)).transpose(1, 2)                             # (n, Hq, size, D)
-        k, v = of_blocks(k), of_blocks(v)
+        q = of_blocks(q, queries)
+        k, v = of_blocks(k, keys), of_blocks(v, keys)
         out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[:T]                              # (T, Hq, D)
 

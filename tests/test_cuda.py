@@ -323,7 +323,8 @@ def updates(device, dtype):
         rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
-    rollout.old_logprobs, rollout.entropy = train.rollout_logprobs(p.policy_model, rollout, p.settings)
+    known = train.rollout_logprobs(p.policy_model, rollout, p.settings)
+    rollout.old_logprobs, rollout.entropy = known
     return [train.gradient_step(p, rollout, p.settings) for _ in range(2)]
 
 
