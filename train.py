@@ -1034,7 +1034,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def listening_to_signals():
-    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one ends it at once."""
+    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
         reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back

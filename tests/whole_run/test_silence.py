@@ -266,7 +266,7 @@ def test_a_part_that_fell_while_the_sum_rose_is_told(own, tmp_path):
     assert "held-out reward/worked" in text and "held-out reward/brief" in text
     logged = lines_of(folder / "samples.jsonl")[0]
     assert len(logged["reward/worked"]) == len(logged["reward/brief"]) == 4
-    out, _ = told(*FEW, "--group-size=4", "--max-new-tokens=16", *both, by=evaluates)
+    out, _ = told(folder, *both, by=evaluates)
     for k in (1, 2, 4):
         for name in ("reward", "reward/worked", "reward/brief"):
             assert re.search(rf"\n{name}, best of {k} +\d+\.\d+(,| ±| \[)", out), (name, k)
