@@ -9,9 +9,9 @@ other std, keeps a std of 0 from dividing by 0.
 
 Common mistakes that this avoids:
 - Dividing by G-1: torch.std does so by default, the formula's std divides by G.
-- Computing in float32. There seven rewards of 0.7 have a std of 6e-8, by rounding alone, and each of
-  these answers would get an advantage of 0.86; `std < 1e-8` does not find them either. In float64
-  the mean of equal float32 rewards is exact, and each gets 0.
+- Taking rounding for a difference. In float32 seven rewards of 0.7 have a computed std of 6e-8, and
+  each of these answers would get an advantage of 0.86; `std < 1e-8` does not find them. In float64
+  the mean of equal float32 rewards is exact, and they get 0.
 - Taking None for 0: where siblings earned -1, an answer without a reward would be the best one.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages

@@ -2,8 +2,8 @@
 
 FOLDER is a new one, outside of the project. There each plain function has its signature, its
 docstring and the shapes of its values, then raises NotImplementedError. Formulas and common
-mistakes are as they were. The finished code stands below the line at which a reader of the theory
-may stop, behind an empty screen. README.md has the path from function to function.
+mistakes are as they were. What would tell an answer stands below the line at which a reader of the
+theory may stop, behind an empty screen. README.md (exercise.md here) has the path.
 """
 import argparse
 import ast
@@ -18,34 +18,11 @@ YOURS = {"plain_answer": "sample.py", "rule_reward": "reward.py",
          "plain_loss": "loss.py", "plain_step": "train.py"}
 STAYS = ("Rollout", "sample_groups", "is_equal", "extract_boxed", "complete_boxes",
          "score_responses", "plain_grpo")                               # beside yours
-READ = {
-    "plain_answer": "Where the answers come from: DeepSeekMath (2402.03300), 4.1.1",
-    "rule_reward": "`extract_boxed` and `is_equal` beside it, which you may call",
-    "plain_advantages": "DeepSeekMath, 4.1.2: outcome supervision",
-    "plain_logprobs": "How rows, labels and entries lie: the end of the file's opening",
-    "plain_loss": "DeepSeekMath, equations 3 and 4; for the clip PPO (1707.06347), section 3",
-    "plain_step": "DeepSeekMath, algorithm 1; `Rollout` in sample.py"}
+# Of the tests only these: the others hold the answers.
+TESTS = ("conftest.py", "stages/test_lesson.py", "stages/known_mistakes.json",
+         "tools/page.py", "tools/lesson.py", "tools/ladder.py", "tools/ladder.md")
 RULER = f"# {98 * '-'}\n# A reader of the theory may stop here."
 SPOILER = "\n# In an exercise the finished code follows, and with it the answers.\n" + 60 * "\n"
-REWARDS = "0.9141 0.8750 0.9688 1.0938 1.1328 1.1094 1.1641 1.3203 1.2344 1.2969"  # --plain
-PATH = """# Write GRPO yourself
-Six functions are empty. The file of each opens with its formula and with the mistakes that are
-often made, and its docstring says what it takes and gives. Write them in this order. Every command
-may be given as often as you like: it says what is right, or which mistake it has found. Far below
-in each file stands the finished code, behind an empty screen. It can wait.
-{steps}
-## Then
-    python -m pytest -m lesson             # all of them
-    python train.py --plain --steps 10     # trains by your functions alone, in a minute or two
-
-The ten rewards are {rewards}.
-With `--steps 40` it learns on, in five minutes. To see at work what you have written:
-
-{tools}
-"""
-TOOLS = {
-    "lesson.py": "lesson.html: your lines, and what each computes",
-    "ladder.py": "guess what happens; your functions answer"}
 
 
 def main(argv=None):
@@ -59,37 +36,17 @@ def main(argv=None):
     except OSError as error:
         print(f"exercise.py: {error}", file=sys.stderr)
         return 2
-    # Of the tests only these: the others hold the answers.
-    for name in ("LICENSE", "requirements.txt", "tests/conftest.py", "tests/stages/test_lesson.py",
-                 *(f"tests/tools/{name}" for name in ("page.py", "ladder.md", *TOOLS))):
+    for name in ("LICENSE", "requirements.txt", *(f"tests/{name}" for name in TESTS)):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "tests" / "tools" / "exercise.md", folder / "README.md")
     for name in set(YOURS.values()):
         source = (ROOT / name).read_text(encoding="utf-8")
         (folder / name).write_text(exercise_of(source), encoding="utf-8")
-    (folder / "README.md").write_text(path_of(folder), encoding="utf-8")
-    name, file = next(iter(YOURS.items()))
-    print(f"cd {folder}", f"Write {name} in {file}, then ask about it:", command_of(name),
-          "README.md has the whole path.", sep="\n")
+    print(f"README.md has the path. Begin with plain_answer in sample.py; then ask about it:\n\n"
+          f"    cd {folder}\n    python -m pytest -m lesson -k plain_answer")
     return 0
-
-
-def command_of(name):
-    return f"    python -m pytest -m lesson -k {name}"
-
-
-def path_of(folder):
-    """What README.md says."""
-    steps = ""
-    for number, (name, file) in enumerate(YOURS.items(), 1):
-        opening = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-        title, formula, *_ = opening.split("\n\n")
-        steps += (f"\n## {number}. `{name}` in {file}\n{title}\n\n```text\n{formula}\n```\n\n"
-                  f"Read: {READ[name]}.\n\n{command_of(name)}\n")
-    tools = [f"    python tests/tools/{name:13} # {what}" for name, what in TOOLS.items()
-             if (folder / "tests" / "tools" / name).exists()]
-    return PATH.format(steps=steps, rewards=", ".join(REWARDS.split()), tools="\n".join(tools))
 
 
 def exercise_of(source):
