@@ -2,7 +2,7 @@
 
 In a folder that tests/tools/exercise.py wrote they are your own, and a stand-in takes the place of
 every other function that is to be written. A failure begins with a sentence: the mistake that gives
-the number found, or else the rule that was broken. Right numbers are worked out by hand.
+what was found, or else the rule that was broken. Right numbers are worked out by hand.
 """
 import inspect
 import json
@@ -230,13 +230,14 @@ def test_d_plain_logprobs():
     recognise("".join(f"{t}" for t, x in enumerate(found.flatten()) if x == 0), {
         "0134": "The first token of an answer is left out.",
         "014": "What is scored is one place too late.",
+        "0347": "All answers are taken to lie where the first one lies.",
         "035": "Padding is told by its id, but an answer may have such a token, too.",
         **dict.fromkeys(("0237", "023"), "The last token of an answer is left out, its end.")})
     recognise(found[1].sum().item(), KNOWN["log-probs of row 1, added up"])
     close(found[0, :1], [0], "A prompt token has an entry that is not 0.")
     close(found[0, 3:], [0], "Padding has an entry that is not 0.")
-    close(found[0, 1:3], logs(0.1, 0.5), "An answer is not scored by its tokens' chances.")
-    close(found[1], logs(0.2, 0.1, 0.8, 0.2), "A second answer is scored by the first one's mask.")
+    close(found.flatten(), [0, *logs(0.1, 0.5), 0, *logs(0.2, 0.1, 0.8, 0.2)],
+          "An answer is not scored by its tokens' chances.")
     hot = asked(logprob.plain_logprobs, policy, ids, labels, temperature=0.5)
     recognise(hot[1].sum().item(), {
         -5.7446: "The temperature changes nothing.",
