@@ -14,16 +14,17 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 ROOT = next(x for x in Path(__file__).resolve().parents if (x / "loss.py").is_file())
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
-import torch  # noqa: E402
-from advantage import ADVANTAGES, group_advantages, leave_one_out_advantages  # noqa: E402
-from advantage import max_rl_advantages, plain_advantages  # noqa: E402
+import advantage  # noqa: E402
+from advantage import plain_advantages  # noqa: E402
 from logprob import plain_logprobs  # noqa: E402
 from loss import KL_ESTIMATORS, grpo_loss, plain_loss  # noqa: E402
 
 SEEDS, OFF = 20, 1e9                        # questions side by side; a clip_eps that never clips
-centred = partial(group_advantages, scale_by_std=False)
+centred = partial(advantage.group_advantages, scale_by_std=False)
 
 
 class Table(torch.nn.Module):
@@ -149,7 +150,7 @@ def beta_and_k1_k2_k3():
     for k in ("k1", "k2"):
         loss = lambda *x, k=k, **options: grpo_loss(*x, kl_estimator=k, **options)[0]  # noqa: E731
         arms[k] = dict(kl_coef=0.5, loss=loss)
-    ps = {arm: trained(start, worth, leave_one_out_advantages, 400, 1.0, 16, **how)
+    ps = {arm: trained(start, worth, advantage.leave_one_out_advantages, 400, 1.0, 16, **how)
           for arm, how in arms.items()}
     runs = {arm: (p * (p.log() - start)).sum(dim=2) for arm, p in ps.items()}
     # Seen?
@@ -160,7 +161,7 @@ def beta_and_k1_k2_k3():
             stds.append((p @ (k - p @ k).square()).sqrt())
     exact = "stds of k1, k3 at KL 0.02: {:.2f}, {:.3f}; at 0.69: {:.2f}, {:.0f}".format(*stds)
     c = worth + 0.5 * start.exp() / ps["k3"][-100:].mean(dim=(0, 1))    # one number, by the rule
-    return runs, lambda _, k3, k1, k2: k1 > 2 * k3 and c.max() - c.min() < 0.15, exact
+    return runs, lambda _, k3, k1, k2: k1 > 2 * k3 and c.max() - c.min() < 0.03, exact
 
 
 def temperature():
@@ -199,9 +200,8 @@ def length():
 
 def flat_groups_and_rare_answers():
     """One answer in 1,000 is right; a step has 64, as eight groups of 8 or as one group."""
-    start, worth = torch.tensor([0.999, 0.001]).log(), torch.tensor([0.0, 1.0])
-    names = {"r - mean": centred, "GRPO": plain_advantages, "MaxRL": max_rl_advantages}
-    runs = {}
+    start, worth, runs = torch.tensor([0.999, 0.001]).log(), torch.tensor([0.0, 1.0]), {}
+    names = {"r - mean": centred, "GRPO": plain_advantages, "MaxRL": advantage.max_rl_advantages}
     for G in (8, 64):
         for name, f in names.items():
             p = trained(start, worth, lambda r, _, f=f, G=G: f(r, G), 300, 1.0, 64)
@@ -216,16 +216,16 @@ def credit():
     """T tokens of four choices, one of them right; the reward is the share that is right."""
     def steps(T, counted):
         policy = Table(torch.zeros(T + 1, 4))               # a row for each place
-        policy.forward = lambda **_: SimpleNamespace(logits=policy.logits.expand(8, -1, -1))
+        policy.forward = lambda *_, **__: SimpleNamespace(logits=policy.logits.expand(8, -1, -1))
         optimizer = torch.optim.SGD(policy.parameters(), float(T))      # a row's mean divides by T
         for step in range(200):
             p = policy.p()[:T]
             if p[counted, 0].mean() > 0.9:
-                break
+                return float(step)
             tokens = torch.multinomial(p, 8, True).T                               # (8, T)
             A = plain_advantages((tokens == 0)[:, counted].float().mean(dim=1), 8)
             update(policy, optimizer, *rows(torch.zeros(8, dtype=torch.long), tokens), A)
-        return float(step)
+        return 200.0
     by_length = [[steps(T, range(T)) for _ in range(8)] for T in (1, 4, 16, 64)]
     by_place = [[steps(8, [place]) for _ in range(8)] for place in range(8)]
     runs = {"all of 1, 4, 16, 64": torch.tensor(by_length), "one of 8": torch.tensor(by_place)}
@@ -251,12 +251,12 @@ RUNGS = (a_baseline, the_std, old_answers, the_clip, beta_and_k1_k2_k3, temperat
 TINY = {1: ("--kl-coef 0 --steps 25", "--advantage raw"),   # flags, and what spoils it
         4: ("--kl-coef 0 --steps 16 --updates-per-rollout 16", "--clip-eps 1 --clip-eps-high 1e6"),
         10: ("--reward-model tests/tiny/reward_model --kl-coef 0.5", "--kl-coef 0.02")}
-ADVANTAGES["raw"] = lambda x, s, all_rows: x.rewards
+advantage.ADVANTAGES["raw"] = lambda x, s, all_rows: x.rewards
 
 
 def on_the_tiny_policy(n):
     """The second half of a rung: sampled accuracy in every step."""
-    import train                                            # here, because all else is quicker
+    import train  # here, because all else is quicker
     runs = {}
     for more in ("", TINY[n][1]):
         s = train.parse(f"{TINY[n][0]} {more}".split())
@@ -320,7 +320,7 @@ def main(argv=None):
         if args.rung:
             print("", *lessons, sep="\n\n")
         climbed.append((name, question, world, shown, lessons))
-    if not args.rung:
+    if not args.rung and (ROOT / "tests" / "tools" / "page.py").is_file():
         args.output.write_text(page_of(climbed), encoding="utf-8")
         print(args.output)
     return int(not all(seen for *_, shown, _ in climbed for *_, seen in shown))

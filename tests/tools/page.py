@@ -144,7 +144,7 @@ def figures_of_arms(curves):
 
 
 def figure_of_curve(metric, title, points, last, high=0, x="step"):
-    """A curve of (x, value)s that rises from 0, to `high` at least; its width spans x 0 to `last`."""
+    """A curve of (x, value)s that rises from 0, to `high` at least; it spans x from 0 to `last`."""
     _, values = zip(*points)
     low, high = min(0, *values), max(high, *values)
     span = high - low or 1
