@@ -1,4 +1,4 @@
-"""tests/tools/ladder.py: every rung is seen; one waits for a guess, and judges functions beside it."""
+"""tests/tools/ladder.py: every rung is seen; one waits, and judges the functions beside it."""
 import re
 import shutil
 import subprocess

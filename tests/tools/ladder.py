@@ -64,6 +64,7 @@ def trained(start, worth, advantages=plain_advantages, steps=100, lr=0.5, G=8, u
             T_old=1.0, fresh=True, ratio=True, coin=False, **options):
     """V answers, log-probs at the start and rewards (V,) -> probabilities (steps + 1, SEEDS, V)."""
     V = len(start)
+    torch.manual_seed(torch.initial_seed())                       # every arm draws the same numbers
     first, policy = (Table(start.expand(max(SEEDS, V), V)) for _ in range(2))
     optimizer = torch.optim.SGD(policy.parameters(), lr * SEEDS)   # the loss is a mean of questions
     question = torch.arange(SEEDS).repeat_interleave(G)
@@ -94,10 +95,8 @@ def a_baseline():
     runs["r + 10"] = trained(start, worth + 10, lambda r, G: r, 150)[..., 3]
     runs["r + 10, GRPO"] = trained(start, worth + 10, plain_advantages, 150)[..., 3]
     # Seen?
-    noise = []
-    for b in (0, -10, 1 / 12):
-        gradients = (worth - b)[:, None] * (torch.eye(12) - 1 / 12)     # of each of the answers
-        noise.append(gradients.var(dim=0, correction=0).sum().sqrt() / gradients.mean(dim=0).norm())
+    gradients = [(worth - b)[:, None] * (torch.eye(12) - 1 / 12) for b in (0, -10, 1 / 12)]
+    noise = [g.var(dim=0, correction=0).sum().sqrt() / g.mean(dim=0).norm() for g in gradients]
     exact = "noise / signal of a gradient: r {:.1f}, r + 10 {:.0f}, r - mean {:.1f}".format(*noise)
     return runs, lambda _, raw, grpo: raw < 0.5 < 0.9 < grpo, exact
 
@@ -156,8 +155,7 @@ def beta_and_k1_k2_k3():
     # Seen?
     stds = []
     for p in torch.tensor([[0.6, 0.4], [0.999, 0.001]]):                           # ref: 0.5, 0.5
-        for name in ("k1", "k3"):
-            k = KL_ESTIMATORS[name]((0.5 / p).log(), 1)
+        for k in (KL_ESTIMATORS[name]((0.5 / p).log(), 1) for name in ("k1", "k3")):
             stds.append((p @ (k - p @ k).square()).sqrt())
     exact = "stds of k1, k3 at KL 0.02: {:.2f}, {:.3f}; at 0.69: {:.2f}, {:.0f}".format(*stds)
     c = worth + 0.5 * start.exp() / ps["k3"][-100:].mean(dim=(0, 1))    # one number, by the rule
@@ -166,8 +164,7 @@ def beta_and_k1_k2_k3():
 
 def temperature():
     """Twelve answers, drawn at 0.7 or 1.3 and trained at 1; pi_old is asked at either."""
-    start = torch.cat([torch.tensor([3.0]), torch.linspace(1, 0, 10), torch.tensor([0.8])])
-    runs = {}
+    start, runs = torch.tensor([3.0, *torch.linspace(1, 0, 10), 0.8]), {}
     for T in (0.7, 1.3):
         for T_old in (T, 1.0):
             p = trained(start, torch.eye(12)[11], steps=200, G=16, T=T, T_old=T_old)
@@ -274,8 +271,10 @@ def climb(name, rung, hint):
         seen = is_so(*(run[-1].mean().item() for run in runs.values()))
     except Exception as error:
         runs, seen, more = {}, False, [f"it raised {error!r}"]
-    print(f"{name}:", "seen" if seen else f"not seen: {hint}", *more)
     curves = {arm: run.mean(dim=1).nan_to_num() for arm, run in runs.items()}
+    if any(curve.max() == curve.min() for curve in curves.values()):
+        hint = "nothing moves: has plain_loss a gradient?"
+    print(f"{name}:", "seen" if seen else f"not seen: {hint}", *more)
     high = max([1e-9, *(curve.max().item() for curve in curves.values())])
     for arm, curve in curves.items():
         few = curve[torch.linspace(0, len(curve) - 1, 16).long()]
