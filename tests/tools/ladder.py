@@ -270,9 +270,9 @@ def climb(name, rung, hint):
         runs, is_so, *more = rung()
         seen = is_so(*(run[-1].mean().item() for run in runs.values()))
     except Exception as error:
-        runs, seen, more = {}, False, [f"it raised {error!r}"]
+        runs, seen, hint, more = {}, False, f"it raised {error!r}", []
     curves = {arm: run.mean(dim=1).nan_to_num() for arm, run in runs.items()}
-    if any(curve.max() == curve.min() for curve in curves.values()):
+    if curves and all(curve.max() == curve.min() for curve in curves.values()):
         hint = "nothing moves: has plain_loss a gradient?"
     print(f"{name}:", "seen" if seen else f"not seen: {hint}", *more)
     high = max([1e-9, *(curve.max().item() for curve in curves.values())])
