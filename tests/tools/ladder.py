@@ -38,9 +38,10 @@ class Table(torch.nn.Module):
     def forward(self, input_ids, **options):
         return SimpleNamespace(logits=self.logits[input_ids])
 
-    def p(self, T=1.0):
-        """Its probabilities at temperature T; all are equal where a seed has diverged."""
-        return (self.logits.detach() / T).softmax(dim=1).nan_to_num(1 / self.logits.shape[1])
+    def p(self, temperature=1.0):
+        """Its probabilities; all are equal where a seed has diverged."""
+        p = (self.logits.detach() / temperature).softmax(dim=1)
+        return p.nan_to_num(1 / p.shape[1])
 
 
 def rows(question, answers):
@@ -60,8 +61,8 @@ def update(policy, optimizer, ids, labels, A, old=None, ref=None, loss=plain_los
     optimizer.step()
 
 
-def trained(start, worth, advantages=plain_advantages, steps=100, lr=0.5, G=8, updates=1, T=1.0,
-            T_old=1.0, fresh=True, ratio=True, coin=False, **options):
+def trained(start, worth, advantages=plain_advantages, steps=100, lr=0.5, G=8, updates=1,
+            drawn_at=1.0, old_at=1.0, fresh=True, ratio=True, coin=False, **options):
     """V answers, log-probs at the start and rewards (V,) -> probabilities (steps + 1, SEEDS, V)."""
     V = len(start)
     torch.manual_seed(torch.initial_seed())                       # every arm draws the same numbers
@@ -71,12 +72,12 @@ def trained(start, worth, advantages=plain_advantages, steps=100, lr=0.5, G=8, u
     history = [policy.p()[:SEEDS]]
     for _ in range(steps):
         sampler = policy if fresh else first
-        answer = torch.multinomial(sampler.p(T)[:SEEDS], G, True).flatten()        # [A] (N,)
+        answer = torch.multinomial(sampler.p(drawn_at)[:SEEDS], G, True).flatten()  # [A] (N,)
         rewards = torch.bernoulli(worth[answer]) if coin else worth[answer]        # [B]
         A = advantages(rewards, G)                                                 # [C]
         ids, labels = rows(question, answer[:, None])
         with torch.no_grad():
-            old = plain_logprobs(sampler, ids, labels, T_old) if ratio else None
+            old = plain_logprobs(sampler, ids, labels, old_at) if ratio else None
             ref = plain_logprobs(first, ids, labels) if "kl_coef" in options else None
         for _ in range(updates):
             update(policy, optimizer, ids, labels, A, old, ref, **options)
@@ -165,10 +166,10 @@ def beta_and_k1_k2_k3():
 def temperature():
     """Twelve answers, drawn at 0.7 or 1.3 and trained at 1; pi_old is asked at either."""
     start, runs = torch.tensor([3.0, *torch.linspace(1, 0, 10), 0.8]), {}
-    for T in (0.7, 1.3):
-        for T_old in (T, 1.0):
-            p = trained(start, torch.eye(12)[11], steps=200, G=16, T=T, T_old=T_old)
-            runs[f"drawn at {T}, pi_old at {T_old}"] = p[..., 11]
+    for at in (0.7, 1.3):
+        for old_at in (at, 1.0):
+            p = trained(start, torch.eye(12)[11], steps=200, G=16, drawn_at=at, old_at=old_at)
+            runs[f"drawn at {at}, pi_old at {old_at}"] = p[..., 11]
     # Seen?
     return runs, lambda cold, right, hot, _: cold < 0.1 < 0.9 < right and hot > 0.5
 
@@ -247,7 +248,7 @@ RUNGS = (a_baseline, the_std, old_answers, the_clip, beta_and_k1_k2_k3, temperat
          flat_groups_and_rare_answers, credit, hacking)
 TINY = {1: ("--kl-coef 0 --steps 25", "--advantage raw"),   # flags, and what spoils it
         4: ("--kl-coef 0 --steps 16 --updates-per-rollout 16", "--clip-eps 1 --clip-eps-high 1e6"),
-        10: ("--reward-model tests/tiny/reward_model --kl-coef 0.5", "--kl-coef 0.02")}
+        10: ("--reward-model {ROOT}/tests/tiny/reward_model --kl-coef 0.5", "--kl-coef 0.02")}
 advantage.ADVANTAGES["raw"] = lambda x, s, all_rows: x.rewards
 
 
@@ -256,7 +257,7 @@ def on_the_tiny_policy(n):
     import train  # here, because all else is quicker
     runs = {}
     for more in ("", TINY[n][1]):
-        s = train.parse(f"{TINY[n][0]} {more}".split())
+        s = train.parse(word.format(ROOT=ROOT) for word in f"{TINY[n][0]} {more}".split())
         run = train.Run()
         train.train_grpo(train.load(s), s, run)
         runs[more or "as it should be"] = torch.tensor([[y] for _, y in run.curve("accuracy")])
