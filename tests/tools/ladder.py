@@ -191,7 +191,7 @@ def length():
             A = plain_advantages((kind == 1).float(), 8)
             update(policy, optimizer, ids, labels, A if arm == "mean" else A * end[:, 0] / 6)
             history.append(1 + 1 / (1 - p.diag()[1:3]))
-        runs[f"{arm}, right"], runs[f"{arm}, wrong"] = torch.stack(history).T[:, :, None]
+        runs[f"{arm}: right"], runs[f"{arm}: wrong"] = torch.stack(history).T[:, :, None]
     # Seen?
     return runs, lambda right, wrong, *by_sum: right < 3 and max(by_sum) < 13 < 20 < wrong
 
@@ -272,7 +272,7 @@ def climb(name, rung, hint):
         seen = is_so(*(run[-1].mean().item() for run in runs.values()))
     except Exception as error:
         runs, seen, hint, more = {}, False, f"it raised {error!r}", []
-    curves = {arm: run.mean(dim=1).nan_to_num() for arm, run in runs.items()}
+    curves = {arm: run.mean(dim=1).nan_to_num(0, 0, 0) for arm, run in runs.items()}
     if curves and all(curve.max() == curve.min() for curve in curves.values()):
         hint = "nothing moves: has plain_loss a gradient?"
     print(f"{name}:", "seen" if seen else f"not seen: {hint}", *more)
