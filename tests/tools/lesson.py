@@ -28,20 +28,22 @@ import sample
 import train
 
 G, T, WIDTH = 4, 40, 4  # answers, the most tokens of one, and how many are shown
+SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+NAMES = [f"y{n}".translate(SMALL) for n in range(1, 99)]
 SEED = 1102  # the first that is tried: by it one answer of four is right, and then none of four
 PROBLEMS = [["Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?", "10"],
             ["Ben has 13 pens , finds 3 , gives 8 , buys 1 . How many ?", "9"]]
 STORY = """The tiny policy guesses, or it works the sum out. y₁ is a worked sum and right, y₂ to y₄
-are wrong guesses: one update takes the log-prob of y₁'s first token from −1.273 to −0.546, that of
-y₂'s from −0.337 to −0.878. y₅ to y₈ are all wrong. Their group is flat and teaches nothing, yet its
-guess becomes less likely, too, from −0.337 to −0.878: all answers share the weights."""
+are wrong guesses: one update takes the log-prob of y₁'s first token from −1.273 to −0.525, that of
+y₂'s from −0.337 to −0.908. y₅ to y₈ are all wrong. They earn the same and teach nothing, yet their
+tokens move as well, because all answers share the weights."""
 HOW_TO_READ = """The two updates of a step, with learning rate {:g}, have made blue tokens more
 likely and orange ones less. ① and ② are the first two times that a line has run: two tokens of y₁
 in [A], two answers in [B], and the two updates from [D] to [G]. 1 is exactly 1, and 1.000 is
-rounded. "= w ②" says: the numbers that w has above in ②."""
+rounded. "= w ②" means that these numbers stand above, at w."""
 STAGES = [  # title, functions, which of their calls are shown, what to look at
     ("[A] Sample", [sample.plain_answer], slice(0, 1),
-     "Look at p, its four largest entries: what is rare is drawn, too, as often as p says."),
+     "Look at p and its running sum Σ over the ids: the token at which Σ passes u is drawn."),
     ("[B] Score", [reward.rule_reward, reward.extract_boxed, reward.is_equal], slice(0, 2),
      "Look at the box: the rule reads nothing else of an answer."),
     ("[C] Compare siblings", [advantage.plain_advantages], slice(0, 1),
@@ -70,7 +72,7 @@ body { max-width: 78rem } section { overflow: auto } table { border-spacing: 0 }
 .values div { display: flex; flex-wrap: wrap; gap: 0 1rem } th { opacity: .6; text-align: left }
 :is(.values, .rows) :is(td, th) { font: 11px/1.5 monospace; padding: 0 .15rem; min-width: 1rem }
 :is(.values, .rows) :is(td, th ~ th) { text-align: right; min-width: 2.9rem }
-.rows { margin: .4rem 0 1rem } .rows :is(td, th) { padding: 0 .5rem; white-space: pre }
+.rows { margin: .4rem 0 1rem } .rows :is(td, th) { padding: 0 .3rem; white-space: pre }
 .off { color: rgb(var(--down)); font-weight: bold }
 """
 
@@ -130,12 +132,11 @@ def group_of(shown, group, rows, policy):
     """A question with its answers, tinted by how far this step has moved their tokens."""
     rollout = shown.rollout
     update = shown.updates[0]
-    rollout.rewards = shown.calls_of(train.plain_step)[0].result
-    rollout.advantages = update["advantages"]
+    rollout.rewards, rollout.advantages = shown.rewards, update["advantages"]
     after = logprob.plain_logprobs(policy, rollout.input_ids, rollout.labels).detach()
     moved = (after - update["old_logprobs"])[rows]
     html = page.section_of(group, sample.take(rollout, rows), moved, shown.tokenizer)
-    names = iter(shown.names[rows.start:])
+    names = iter(NAMES[rows.start:])
     return re.sub(r"y<sub>\d</sub>", lambda _: next(names), html)
 
 
@@ -150,35 +151,42 @@ def stages_of(shown):
     return html
 
 
+@torch.no_grad()
 def tokens_of(shown, first, last):
     """[D] [E] [F] A long answer and a short one, token by token; and what each answer gets."""
     update, rollout = shown.updates[-1], shown.rollout
-    logp, old, ref, A, mask, eps, _ = update.values()
-    log_ratio, A = logp - old, A.view(-1, 1)                                # (N, S-1), (N, 1)
-    J, clipped = loss.clipped_objective(log_ratio, A, eps, eps)
+    logp, old, ref, A, mask, eps, beta = update.values()
+    log_ratio = logp - old                                                           # (N, S-1)
+    J, clipped = loss.clipped_objective(log_ratio, A.view(-1, 1), eps, eps)
     right_ref, _ = logprob.token_logprobs(shown.reference, rollout.input_ids, rollout.labels)
     gradients = gradients_of(shown.updates[0])
     columns = {  # (N, S-1) each, or two that must be equal
-        "id": rollout.input_ids[:, 1:], "label": rollout.labels[:, 1:], "mask": mask,
+        "id": rollout.input_ids[:, 1:], "label": rollout.labels[:, 1:],
+        "mask": (mask.int(), rollout.mask.int()),
         "log π_ref": (ref, right_ref), "log π_old": (old, rollout.sampler_logprobs),
-        f"log π {last}": logp, "w": log_ratio.exp(), "J": J, "clipped": clipped, "d": ref - logp,
-        "KL": loss.kl_estimate(logp, ref), f"∂L/∂logp {first}": gradients,
-        f"∂L/∂logp {last}": gradients_of(update)}
-    lengths = rollout.mask.sum(dim=1)                                                # (N,)
-    siblings = range(A.abs().argmax() // G * G, len(A))[:G]                  # they are not flat
-    n, m = max(siblings, key=lengths.__getitem__), min(siblings, key=lengths.__getitem__)
-    html = entries_of(shown, n, columns) + entries_of(shown, m, columns)
-    sums = gradients[0].sum(dim=1)                                                   # (N,)
-    rows = zip(shown.names, *(x.flatten().tolist() for x in (lengths, A, sums / lengths, sums)))
+        f"log π {last}": logp, "w": log_ratio.exp(), "J": J, "clipped": clipped.int(),
+        "d": ref - logp, "KL": loss.kl_estimate(logp, ref),
+        f"∂L/∂logp {first}": gradients, last: gradients_of(update)}
+    lengths = rollout.mask.sum(dim=1).tolist()                                       # N
+    group = range(A.abs().argmax() // G * G, len(A))[:G]     # one that is not flat, if there is one
+    html = TOKENS
+    for n in max(group, key=lengths.__getitem__), min(group, key=lengths.__getitem__):
+        html += entries_of(shown, n, columns)
+    right_A = advantage.group_advantages(shown.rewards, G)
+    rows = []
+    for n, length in enumerate(lengths):
+        total = gradients[0][n].sum().item()
+        rows.append([NAMES[n], length, [A[n].item(), right_A[n].item()], total / length, total])
     heads = ["", "|y|", "A", f"∂L/∂logp {first} of a token", "of all its tokens"]
-    return f"<section>{TOKENS}{html}{SHARES}{table_of_rows(heads, rows)}</section>"
+    return f"<section>{html}{SHARES}{table_of_rows(heads, rows)}</section>"
 
 
 def gradients_of(update):
     """∂L/∂logp for these arguments of plain_loss, (N, S-1): autograd's, and the formula's."""
     logp, old, ref, A, mask, eps, beta = update.values()
-    leaf = logp.clone().requires_grad_()
-    loss.plain_loss(leaf, old, ref, A, mask, eps, beta).backward()
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        loss.plain_loss(leaf, old, ref, A, mask, eps, beta).backward()
     A = A.view(-1, 1)
     _, clipped = loss.clipped_objective(logp - old, A, eps, eps)
     policy_part = (logp - old).exp() * A * ~clipped
@@ -193,9 +201,9 @@ def entries_of(shown, n, columns):
     rows = []
     for t in range(max(own[0] - 2, 1), min(own[-1] + 3, len(words) - 1)):
         values = (x if isinstance(x, tuple) else (x,) for x in columns.values())
-        rows.append([shown.names[n], t, f"… {words[t - 1]} {words[t]}", words[t + 1],
+        rows.append([t, f"… {words[t - 1]} {words[t]}", words[t + 1],
                      *([x[n, t].item() for x in both] for both in values)])
-    return table_of_rows(["", "t", "predicted from", "token t + 1", *columns], rows)
+    return table_of_rows([f"{NAMES[n]}: t", "predicted from", "token t + 1", *columns], rows)
 
 
 def table_of_rows(heads, rows):
@@ -267,40 +275,30 @@ class Shown:
     """A step and what its lines compute; a value for the reader is (text, tables of head, cells)."""
 
     def __init__(self, tokenizer, V, reference):
-        self.tokenizer, self.V, self.reference = tokenizer, V, reference
+        self.tokenizer, self.V, self.reference, self.rollout = tokenizer, V, reference, None
         functions = [f for _, functions, *_ in STAGES for f in functions]
         self.calls = {unwrap(f).__code__: [] for f in [sample.sample_groups, *functions]}
-        self.names = [f"y{n}".translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
-                      for n in range(1, 99)]
 
     def calls_of(self, function):
         return self.calls[unwrap(function).__code__]
-
-    @property
-    def rollout(self):
-        return self.calls_of(sample.sample_groups)[0].result
-
-    @property
-    def updates(self):
-        """What plain_loss was given in each update: what a leaf is computed from, has no gradient."""
-        return [{name: x.detach() if torch.is_tensor(x) else x for name, x in call.arguments.items()}
-                for call in self.calls_of(loss.plain_loss)]
 
     def watch(self, step, *given, **options):
         """Take a step, whose calls fill self.calls."""
         sys.settrace(self.trace)
         try:
-            step(*given, **options)
+            self.rewards = step(*given, **options)
         finally:
             sys.settrace(None)
+        self.updates = [call.arguments for call in self.calls_of(loss.plain_loss)]
 
     def trace(self, frame, event, _):
         code = frame.f_code
         if code not in self.calls:
             return None
-        given = {name: frame.f_locals[name] for name in code.co_varnames[:code.co_argcount]}
-        call = SimpleNamespace(arguments=given, lines={}, result=None)
-        self.calls[code].append(call)
+        names = code.co_varnames[:code.co_argcount]
+        given = {name: frame.f_locals[name] for name in names}
+        lines = {}
+        self.calls[code].append(SimpleNamespace(arguments=given, lines=lines))
         source, first = getsourcelines(code)
         line = first + source[0].startswith("@")
 
@@ -310,9 +308,10 @@ class Shown:
             self.variables = frame.f_locals
             values = values_of(text, enters, frame.f_locals, result)
             values = {name: self.of(value) for name, value in values.items()}
-            call.lines.setdefault(line, []).append(values)
-            call.result = result
+            lines.setdefault(line, []).append(values)
             line = frame.f_lineno
+            if isinstance(result, sample.Rollout):
+                self.rollout = result
             return trace_line
         return trace_line
 
@@ -350,9 +349,9 @@ class Shown:
             return [table("", [""] * WIDTH, numbers)]
         N, S = rollout.input_ids.shape
         if tensor.shape == (N // G, G):                      # each group by itself
-            return [table("", self.names[n:], numbers[n:n + G]) for n in range(0, N, G)]
+            return [table("", NAMES[n:], numbers[n:n + G]) for n in range(0, N, G)]
         if tensor.numel() in (N // G, N):
-            return [table("", ["x₁", "x₂"] if len(numbers) < N else self.names, numbers)]
+            return [table("", ["x₁", "x₂"] if len(numbers) < N else NAMES, numbers)]
         if tensor.ndim == 3:                                 # (N, S or S-1, V or 1)
             index = rollout.input_ids[:, 1:, None].clamp(max=tensor.shape[2] - 1)
             tensor = tensor[:, :S - 1].gather(2, index)[:, :, 0]
@@ -360,7 +359,7 @@ class Shown:
         for n in sorted({0, 1, G % N}):                      # two siblings, and another group
             own = rollout.mask[n].nonzero()[:WIDTH, 0]
             words = self.words_of(rollout.input_ids[n, own + 1].tolist())
-            tables.append(table(self.names[n], words, tensor[n, own].tolist()))
+            tables.append(table(NAMES[n], words, tensor[n, own].tolist()))
         return tables
 
 
