@@ -32,11 +32,13 @@ SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 NAMES = [f"y{n}".translate(SMALL) for n in range(1, 99)]
 SEED = 1102  # the first that is tried: by it one answer of four is right, and then none of four
 PROBLEMS = [["Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?", "10"],
-            ["Ben has 13 pens , finds 3 , gives 8 , buys 1 . How many ?", "9"]]
+            ["Ben has 13 coins , finds 7 , sells 2 , sells 4 . How many ?", "14"]]
 STORY = """The tiny policy guesses, or it works the sum out. y₁ is a worked sum and right, y₂ to y₄
-are wrong guesses: one update takes the log-prob of y₁'s first token from −1.273 to −0.525, that of
-y₂'s from −0.337 to −0.908. y₅ to y₈ are all wrong. They earn the same and teach nothing, yet their
-tokens move as well, because all answers share the weights."""
+are wrong guesses: one update takes the log-prob of y₁'s first token from −1.273 to −0.317, that of
+y₂'s from −0.337 to −1.321. y₅ to y₈ earn the same and teach nothing, yet their tokens move as well,
+for all answers share the weights. In step 2 y₆ is a lucky guess, and the reward cannot tell. Yet
+its first token falls, because two wrong guesses begin with it: A is positive and w below 0.8. That
+is a change for the worse, which is not clipped."""
 HOW_TO_READ = """The two updates of a step, with learning rate {:g}, have made blue tokens more
 likely and orange ones less. ① and ② are the first two times that a line has run: two tokens of y₁
 in [A], two answers in [B], and the two updates from [D] to [G]. 1 is exactly 1, and 1.000 is
@@ -55,14 +57,14 @@ STAGES = [  # title, functions, which of their calls are shown, what to look at
     ("[G] One step", [train.plain_step], slice(0, 1),
      "Look at the first loss: it is 0, because the advantages sum to 0, but its gradient is not."),
 ]
-TOKENS = """<h3>Token by token</h3><p>The logits at t predict token t + 1, from all tokens up to t (two
-are shown). So entry t is of token t + 1, and it counts if that has a label: in the answer, not in
-the prompt above or the padding below. ∂L/∂logp is what autograd says; by hand it is
-−(w A + beta (exp(d) − 1)) / (N |y|) where the mask is 1, without w A where the clip holds.</p>"""
-SHARES = """<p>An answer gets −A / N, whether it is long or short (and the KL's part, where d is not 0).
-So one token of a long answer gets less than one of a short answer.</p>"""
+TOKENS = """<h3>Token by token</h3><p>The logits at t predict token t + 1, from all tokens up to t
+(two are shown). So entry t is of token t + 1. It counts if that has a label: in the answer, not in
+the prompt above or the padding below. ∂L/∂logp is autograd's. By hand it is
+−(w A + beta (exp(d) − 1)) / (N |y|) where the mask is 1, and without w A where the clip holds.</p>"""
+SHARES = """<p>An answer gets −A / N, whether it is long or short (and the KL's part, where d is not
+0). So one token of a long answer gets less than one of a short answer.</p>"""
 STEP_2 = """<h2>Step 2</h2><p>Fresh answers to the same questions. The policy that draws them is no
-longer the reference: in update ③ w is 1 again and d is not 0.</p>"""
+longer the reference: in update ③ w is 1 again, and d is not 0.</p>"""
 STYLE = """
 body { max-width: 78rem } section { overflow: auto } table { border-spacing: 0 }
 .lines { width: calc(100% + 2rem); min-width: 57rem; margin: .4rem -1rem 1rem; table-layout: fixed }
@@ -93,7 +95,7 @@ def main(argv=None):
 
 def page_of(problems, folder=None):
     """The page of two steps on these problems, (question, answer) each."""
-    s = train.parse(["--model", folder, "--lr=2e-5"] if folder else ["--lr=1e-3"])
+    s = train.parse(["--model", folder, "--lr=2e-5"] if folder else ["--lr=1.5e-3"])
     with reward.blame(f"{s.model}:"):
         policy, tokenizer = sample.open_policy(s.model)
         prompts = [sample.chat_prompt(tokenizer, {"question": question}, s.system_prompt)
@@ -131,10 +133,10 @@ def generator_for(policy, tokenizer, prompts, truths):
 def group_of(shown, group, rows, policy):
     """A question with its answers, tinted by how far this step has moved their tokens."""
     rollout = shown.rollout
-    update = shown.updates[0]
-    rollout.rewards, rollout.advantages = shown.rewards, update["advantages"]
+    _, old, _, A, *_ = shown.updates[0]
+    rollout.rewards, rollout.advantages = shown.rewards, A
     after = logprob.plain_logprobs(policy, rollout.input_ids, rollout.labels).detach()
-    moved = (after - update["old_logprobs"])[rows]
+    moved = (after - old)[rows]
     html = page.section_of(group, sample.take(rollout, rows), moved, shown.tokenizer)
     names = iter(NAMES[rows.start:])
     return re.sub(r"y<sub>\d</sub>", lambda _: next(names), html)
@@ -155,7 +157,7 @@ def stages_of(shown):
 def tokens_of(shown, first, last):
     """[D] [E] [F] A long answer and a short one, token by token; and what each answer gets."""
     update, rollout = shown.updates[-1], shown.rollout
-    logp, old, ref, A, mask, eps, beta = update.values()
+    logp, old, ref, A, mask, eps, _ = update
     log_ratio = logp - old                                                           # (N, S-1)
     J, clipped = loss.clipped_objective(log_ratio, A.view(-1, 1), eps, eps)
     right_ref, _ = logprob.token_logprobs(shown.reference, rollout.input_ids, rollout.labels)
@@ -183,7 +185,7 @@ def tokens_of(shown, first, last):
 
 def gradients_of(update):
     """∂L/∂logp for these arguments of plain_loss, (N, S-1): autograd's, and the formula's."""
-    logp, old, ref, A, mask, eps, beta = update.values()
+    logp, old, ref, A, mask, eps, beta = update
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss.plain_loss(leaf, old, ref, A, mask, eps, beta).backward()
@@ -216,7 +218,7 @@ def table_of_rows(heads, rows):
             text = page.escape(found) if isinstance(found, str) else text_of(found, ".4f")
             for number in right:
                 if not math.isclose(found, number, rel_tol=1e-3, abs_tol=1e-5):
-                    text = f'<b class="off">{text} ≠ {text_of(number, ".4f")}</b>'
+                    text = f'<b class="off">{found:.6g} ≠ {number:.6g}</b>'
             html += f"<td>{text}</td>"
     return f'<table class="rows">{html}</table>'
 
@@ -272,7 +274,7 @@ def values_of(code, enters, variables, result):
 
 
 class Shown:
-    """A step and what its lines compute; a value for the reader is (text, tables of head, cells)."""
+    """A step, and its values for the reader: (text, tables); a table is its head and its cells."""
 
     def __init__(self, tokenizer, V, reference):
         self.tokenizer, self.V, self.reference, self.rollout = tokenizer, V, reference, None
@@ -289,16 +291,14 @@ class Shown:
             self.rewards = step(*given, **options)
         finally:
             sys.settrace(None)
-        self.updates = [call.arguments for call in self.calls_of(loss.plain_loss)]
+        self.updates = [call.given for call in self.calls_of(loss.plain_loss)]
 
     def trace(self, frame, event, _):
         code = frame.f_code
         if code not in self.calls:
             return None
-        names = code.co_varnames[:code.co_argcount]
-        given = {name: frame.f_locals[name] for name in names}
-        lines = {}
-        self.calls[code].append(SimpleNamespace(arguments=given, lines=lines))
+        given, lines = [frame.f_locals[name] for name in code.co_varnames[:code.co_argcount]], {}
+        self.calls[code].append(SimpleNamespace(given=given, lines=lines))
         source, first = getsourcelines(code)
         line = first + source[0].startswith("@")
 
@@ -345,13 +345,12 @@ class Shown:
             sums = tensor.cumsum(dim=0)[ids].tolist()        # of probabilities: where u falls
             return [table("", words, tensor[ids].tolist()),
                     *[table("Σ", words, sums)] * bool(tensor.min() >= 0)]
-        if rollout is None:
-            return [table("", [""] * WIDTH, numbers)]
-        N, S = rollout.input_ids.shape
+        N, S = rollout.input_ids.shape if rollout else (0, 0)
         if tensor.shape == (N // G, G):                      # each group by itself
             return [table("", NAMES[n:], numbers[n:n + G]) for n in range(0, N, G)]
-        if tensor.numel() in (N // G, N):
-            return [table("", ["x₁", "x₂"] if len(numbers) < N else NAMES, numbers)]
+        if tensor.shape[:2] not in ((N, S), (N, S - 1)):
+            names = {N: NAMES, N // G: ["x₁", "x₂"]}.get(len(numbers), [""] * WIDTH)
+            return [table("", names, numbers)]
         if tensor.ndim == 3:                                 # (N, S or S-1, V or 1)
             index = rollout.input_ids[:, 1:, None].clamp(max=tensor.shape[2] - 1)
             tensor = tensor[:, :S - 1].gather(2, index)[:, :, 0]
