@@ -63,118 +63,94 @@ def tables(page):
     return found
 
 
-def column(table, head):
-    return torch.tensor([float(number.replace("−", "-")) for number in table[head]])
-
-
 def parts():
     """A policy, its reference, an optimizer, the tokenizer, and the prompts of the default page."""
     policy, tokenizer = sample.open_policy(TINY)
     optimizer = torch.optim.AdamW(policy.parameters(), 1.5e-3, weight_decay=0.0)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    return policy, reference, optimizer, tokenizer, [sample.chat_prompt(
-        tokenizer, {"question": question}, "") for question in QUESTIONS]
+    prompts = [sample.chat_prompt(tokenizer, {"question": x}, "") for x in QUESTIONS]
+    return policy, reference, optimizer, tokenizer, prompts
 
 
 @pytest.fixture(scope="module")
 def steps():
-    """The same steps by the plain functions: of each the rollout, A, and in both updates the loss,
-    the log-probs and their gradient.
-    """
+    """The same steps by the plain functions: of each the rollout, A, ref and two log-probs."""
     policy, reference, optimizer, tokenizer, prompts = parts()
     generator, found = seeded(lesson.SEED), []
     for _ in range(2):
         rollout = sample.sample_groups(policy, tokenizer, prompts, 4, 40, 1.0, generator)
         A = plain_advantages(score_responses(rollout.responses, TRUTHS, 4), 4)
-        ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)
-        updates = []
+        row = rollout.input_ids, rollout.labels
+        ref, old = plain_logprobs(reference, *row), plain_logprobs(policy, *row).detach()
         for _ in range(2):
-            logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)
-            logp.retain_grad()
-            old = updates[0][1] if updates else logp.detach()
+            logp = plain_logprobs(policy, *row)
             loss = plain_loss(logp, old, ref, A, rollout.mask)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            updates.append((loss.item(), logp.detach(), logp.grad))
-        found.append((rollout, A, ref, updates))
+        found.append((rollout, A, ref, old, logp.detach(), loss.item()))
     return found
 
 
 def test_the_numbers_beside_the_lines_are_those_of_the_step(written, steps):
-    rollout, A, _, ((first_loss, first, _), (second_loss, second, _)) = steps[0]
+    rollout, A, _, old, logp, loss = steps[0]
     shown = [(n, t) for n in SHOWN for t in rollout.mask[n].nonzero()[:4, 0].tolist()]
-    w = (second - first).exp()
-    for function, begin, mark, expected in (
-            ("plain_logprobs", "logprobs =", "①", first), ("plain_loss", "w =", "②", w),
-            ("plain_logprobs", "logprobs =", "②", second), ("plain_advantages", "return", "", A)):
-        expected = [expected[n, t].item() for n, t in shown] if expected.ndim == 2 else A.tolist()
+    assert numbers(beside(written, "plain_advantages", "return")) == pytest.approx(
+        [*[3 ** 0.5, *[-3 ** -0.5] * 3], *[0] * 4], abs=6e-4)       # 1 of 4, then a flat group
+    d = old - logp                                        # in step 1 pi_old is the reference
+    for function, begin, mark, values in (
+            ("plain_logprobs", "logprobs =", "①", old), ("plain_loss", "d =", "②", d),
+            ("plain_logprobs", "logprobs =", "②", logp), ("plain_loss", "w =", "②", (-d).exp())):
         found = numbers(beside(written, function, begin), mark)
-        assert found == pytest.approx(expected, abs=6e-4), (function, begin, mark)
-    # What stands above is not shown again
-    assert "= logprobs ①" in beside(written, "plain_step", "old =")
-    assert "= plain_advantages" in beside(written, "plain_step", "A =")
-    assert first_loss == pytest.approx(0, abs=1e-7)
+        assert found == pytest.approx([values[n, t].item() for n, t in shown], abs=6e-4), begin
+    assert "= logprobs ②" in beside(written, "plain_step", "logp =")    # it is not shown again
+    assert written.count("−1.273") < 9
     for function, begin in (("plain_loss", "return"), ("plain_step", "loss =")):
         text = beside(written, function, begin)
-        assert float(re.search("② −(.*?)<", text)[1]) == pytest.approx(-second_loss, rel=1e-3)
-    # The draw: u lies in the drawn token's part of the running sum
+        assert float(re.search("② −(.*?)<", text)[1]) == pytest.approx(-loss, rel=1e-3)
+    # The draw: u lies in the part of the running sum that the token 9 adds
     u = float(re.search("① (.*?) ②", beside(written, "plain_answer", "for number"))[1])
-    p = numbers(beside(written, "plain_answer", "p ="), "①")
-    n = beside(written, "plain_answer", "p =").split("<th>")[2:6]
-    drawn = [word.partition("<")[0] for word in n].index("9")
-    assert p[4 + drawn] - p[drawn] - 1e-3 < u < p[4 + drawn]
+    text = beside(written, "plain_answer", "p =")
+    drawn = re.findall("<th>(.*?)</th>", text)[1:5].index("9")
+    p, total = numbers(text, "①")[drawn::4]
+    assert total - p - 1e-3 < u < total
 
 
 def test_token_by_token(written, steps):
-    long, short, shares, later_long, later_short, later_shares = tables(written)
-    for (rollout, A, ref, updates), rows, marks, found in (
-            (steps[0], (0, 1), "①②", (long, short)),
-            (steps[1], (4, 5), "③④", (later_long, later_short))):
-        (_, old, first), (_, logp, second) = updates
+    found = iter(tables(written))
+    for (rollout, A, ref, old, logp, _), rows, marks in zip(steps, ((0, 1), (4, 5)), ("①②", "③④")):
         w, d, mask = (logp - old).exp(), ref - logp, rollout.mask
         clipped = (w > 1.2) & (A[:, None] > 0) | (w < 0.8) & (A[:, None] < 0)
-        by_hand = -(w * A[:, None] * ~clipped + 0.04 * (d.exp() - 1)) * mask
-        by_hand = by_hand / 8 / mask.sum(dim=1, keepdim=True)
+        first = -(A[:, None] + 0.04 * (ref - old).expm1())            # its w is 1
+        last = -(w * A[:, None] * ~clipped + 0.04 * d.expm1())
+        shares = mask / mask.sum(dim=1, keepdim=True) / 8
         for n, table in zip(rows, found):
-            t = column(table, f"{lesson.NAMES[n]}: t").long()
+            t = [int(t) for t in table[f"{lesson.NAMES[n]}: t"][:-1]]
             for head, values in (
                     ("id", rollout.input_ids[:, 1:]), ("label", rollout.labels[:, 1:]),
                     ("mask", mask), ("log π_ref", ref), ("log π_old", old), ("w", w), ("d", d),
-                    (f"log π {marks[1]}", logp), ("clipped", clipped), (marks[1], by_hand),
-                    (f"∂L/∂logp {marks[0]}", first), (marks[1], second)):
-                assert column(table, head) == pytest.approx(values[n, t].double(), abs=6e-5), head
-            # The shift: a line's token is what the next line is predicted from
-            words, before = table["token t + 1"], table["predicted from"]
-            assert all(text.endswith(" " + word) for word, text in zip(words, before[1:]))
-            assert set(column(table, "mask").tolist()) == {0, 1}
-    assert column(long, "clipped").any() and column(short, "clipped").any()
-    # In step 2 the ratio says nothing of the reference; and a change for the worse is not clipped
-    assert (column(later_long, "log π_ref") - column(later_long, "log π_old")).abs().max() > 0.1
-    assert ((column(later_short, "w") < 0.8) & (column(later_short, "∂L/∂logp ③") < 0)).any()
-    assert not column(later_short, "clipped").any()
-    # A long answer gets as much as its A says, and a flat group nothing
-    assert column(shares, "|y|").tolist() == [22, *[4] * 7]
-    assert column(shares, "A") == pytest.approx([1.7321, *[-0.5774] * 3, *[0] * 4])
-    assert column(shares, "of all its tokens") == pytest.approx(
-        -column(shares, "A") / 8, abs=1e-4)
-    assert column(later_shares, "A").tolist() == [0, 0, 0, 0, 1, 1, -1, -1]
-    # And the mean of y₁'s row can be computed from its tokens
-    row = ((column(long, "J") - 0.04 * column(long, "KL")) * column(long, "mask")).sum() / 22
-    assert numbers(beside(written, "plain_loss", "row_means ="), "②")[0] == pytest.approx(
-        row.item(), abs=1e-3)
+                    ("clipped", clipped), (f"∂L/∂logp {marks[0]}", first * shares),
+                    (marks[1], last * shares)):
+                column = [float(number.replace("−", "-")) for number in table[head][:len(t)]]
+                assert column == pytest.approx(values[n, t].double().tolist(), abs=6e-5)
+            # A token is what the next one is predicted from; before and after it nothing counts
+            for word, text in zip(table["token t + 1"], table["predicted from"][1:len(t)]):
+                assert text.endswith(" " + word)
+            assert {"0", "1"} == {*table["mask"][:-1]}
 
 
 def test_the_story_is_true(written, steps):
-    (rollout, _, _, ((_, first, _), (_, second, _))), (later, *_) = steps
+    (rollout, _, _, old, logp, _), (later, A, ref, later_old, later_logp, _) = steps
     assert lesson.STORY in written and "≠" not in written and len(written.encode()) < 120_000
     told = [float(number.replace("−", "-")) for number in re.findall(r"−\d\.\d+", lesson.STORY)]
-    t = [rollout.mask[n].nonzero()[0, 0] for n in (0, 1)]
-    assert told == pytest.approx([x[n, t[n]].item() for n in (0, 1) for x in (first, second)],
+    first = [row.nonzero()[0, 0] for row in rollout.mask]
+    assert told == pytest.approx([x[n, first[n]].item() for n in (0, 1) for x in (old, logp)],
                                  abs=6e-4)
     assert [["=" in text for text in x.responses] for x in (rollout, later)] == [
         [True, *[False] * 7], [True] * 5 + [False] * 3]
-    assert written.count("−1.273") < 9                    # no number nine times over
+    t = later.mask[5].nonzero()[0, 0]
+    assert A[5] > 0 and later_logp[5, t] - later_old[5, t] < torch.tensor(0.8).log()
+    assert abs(ref[5, t] - later_old[5, t]) > 0.05        # the reference is no longer pi_old
 
 
 @pytest.mark.parametrize("function, right, wrong, head", [
@@ -189,7 +165,7 @@ def test_the_story_is_true(written, steps):
     (plain_loss, "J - kl_coef", "J + kl_coef", "②"),
     (train.plain_step, "(reference, rollout", "(policy, rollout", "log π_ref"),
     (train.plain_step, "rollout.mask", "rollout.mask | True", "mask"),
-    (plain_advantages, ", correction=0", "", "A")])
+    (plain_advantages, ", correction=0", "", "predicted from")])
 def test_a_mistake_is_seen(tmp_path, monkeypatch, function, right, wrong, head):
     path = tmp_path / "wrong.py"
     source = inspect.getsource(function)
@@ -203,26 +179,23 @@ def test_a_mistake_is_seen(tmp_path, monkeypatch, function, right, wrong, head):
 
 
 def test_every_line_that_runs_has_its_values(written):
-    codes = {function.__code__: function.__name__ for function in FUNCTIONS}
-    ran = {name: set() for name in codes.values()}
+    ran = {function.__code__: set() for function in FUNCTIONS}
 
     def trace(frame, event, _):
-        if frame.f_code in codes and event == "line":
-            ran[codes[frame.f_code]].add(frame.f_lineno)
+        if frame.f_code in ran and event == "line":
+            ran[frame.f_code].add(frame.f_lineno)
         return trace
 
-    policy, reference, optimizer, tokenizer, prompts = parts()
     sys.settrace(trace)
     try:
-        train.plain_step(policy, reference, optimizer, tokenizer, prompts, TRUTHS, 4, 40,
-                         seeded(lesson.SEED), updates=2)
+        train.plain_step(*parts(), TRUTHS, 4, 40, seeded(lesson.SEED), updates=2)
     finally:
         sys.settrace(None)
-    for name, lines in ran.items():
-        on_page = values_of(written, name)
-        head = {line for line, (code, _) in on_page.items() if code.startswith("def ")}
-        assert len(lines) > 0 and lines | head == {
-            line for line, (_, values) in on_page.items() if values}, name
+    for code, lines in ran.items():
+        on_page = values_of(written, code.co_name)
+        head = {line for line, (text, _) in on_page.items() if text.startswith("def ")}
+        shown = {line for line, (_, values) in on_page.items() if values}
+        assert len(lines) > 0 and lines | head == shown, code.co_name
 
 
 def test_another_model_and_ones_own_question(tmp_path, capsys):

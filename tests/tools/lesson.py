@@ -33,16 +33,15 @@ NAMES = [f"y{n}".translate(SMALL) for n in range(1, 99)]
 SEED = 1102  # the first that is tried: by it one answer of four is right, and then none of four
 PROBLEMS = [["Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?", "10"],
             ["Ben has 13 coins , finds 7 , sells 2 , sells 4 . How many ?", "14"]]
-STORY = """The tiny policy guesses, or it works the sum out. y₁ is a worked sum and right, y₂ to y₄
-are wrong guesses: one update takes the log-prob of y₁'s first token from −1.273 to −0.317, that of
-y₂'s from −0.337 to −1.321. y₅ to y₈ earn the same and teach nothing, yet their tokens move as well,
-for all answers share the weights. In step 2 y₆ is a lucky guess, and the reward cannot tell. Yet
-its first token falls, because two wrong guesses begin with it: A is positive and w below 0.8. That
-is a change for the worse, which is not clipped."""
+STORY = """The tiny policy guesses, or it works the sum out. Only y₁ is right: the update takes the
+log-prob of its first token from −1.273 to −0.317, that of y₂'s, a guess, from −0.337 to −1.321. y₅
+to y₈ earn the same and teach nothing, yet they move, for all answers share the weights. In step 2
+y₆ is a lucky guess, and the reward cannot tell. Yet its first token falls, for two wrong guesses
+begin with it: a change for the worse (A above 0, w below 0.8), which [E] never clips."""
 HOW_TO_READ = """The two updates of a step, with learning rate {:g}, have made blue tokens more
 likely and orange ones less. ① and ② are the first two times that a line has run: two tokens of y₁
-in [A], two answers in [B], and the two updates from [D] to [G]. 1 is exactly 1, and 1.000 is
-rounded. "= w ②" means that these numbers stand above, at w."""
+in [A], two answers in [B], two updates from [D] to [G]. 1 is exactly 1, and 1.000 is rounded.
+"= w ②" means that the numbers stand above, at w."""
 STAGES = [  # title, functions, which of their calls are shown, what to look at
     ("[A] Sample", [sample.plain_answer], slice(0, 1),
      "Look at p and its running sum Σ over the ids: the token at which Σ passes u is drawn."),
@@ -57,12 +56,12 @@ STAGES = [  # title, functions, which of their calls are shown, what to look at
     ("[G] One step", [train.plain_step], slice(0, 1),
      "Look at the first loss: it is 0, because the advantages sum to 0, but its gradient is not."),
 ]
-TOKENS = """<h3>Token by token</h3><p>The logits at t predict token t + 1, from all tokens up to t
-(two are shown). So entry t is of token t + 1. It counts if that has a label: in the answer, not in
-the prompt above or the padding below. ∂L/∂logp is autograd's. By hand it is
-−(w A + beta (exp(d) − 1)) / (N |y|) where the mask is 1, and without w A where the clip holds.</p>"""
-SHARES = """<p>An answer gets −A / N, whether it is long or short (and the KL's part, where d is not
-0). So one token of a long answer gets less than one of a short answer.</p>"""
+TOKENS = """<h3>A long answer and a short one, token by token</h3><p>The logits at t predict token
+t + 1, from all tokens up to t (two are shown). So entry t is of token t + 1. It counts where that
+has a label, not in the prompt above the answer nor in the padding below. ∂L/∂logp is autograd's. By
+hand it is −(w A + beta (exp(d) − 1)) / (N |y|), without w A where the clip holds. So in its first
+update an answer gets −A / N in all, long or short, and the KL's part: a token of a long answer gets
+less than one of a short answer.</p>"""
 STEP_2 = """<h2>Step 2</h2><p>Fresh answers to the same questions. The policy that draws them is no
 longer the reference: in update ③ w is 1 again, and d is not 0.</p>"""
 STYLE = """
@@ -155,57 +154,48 @@ def stages_of(shown):
 
 @torch.no_grad()
 def tokens_of(shown, first, last):
-    """[D] [E] [F] A long answer and a short one, token by token; and what each answer gets."""
-    update, rollout = shown.updates[-1], shown.rollout
-    logp, old, ref, A, mask, eps, _ = update
-    log_ratio = logp - old                                                           # (N, S-1)
-    J, clipped = loss.clipped_objective(log_ratio, A.view(-1, 1), eps, eps)
+    """[D] [E] [F] Of a group that is not flat the longest answer and the shortest."""
+    rollout, mask = shown.rollout, shown.rollout.mask
+    logp, old, ref, A, used_mask, eps, _ = shown.updates[-1]
+    right_A = advantage.group_advantages(shown.rewards, G)                           # (N,)
     right_ref, _ = logprob.token_logprobs(shown.reference, rollout.input_ids, rollout.labels)
-    gradients = gradients_of(shown.updates[0])
-    columns = {  # (N, S-1) each, or two that must be equal
-        "id": rollout.input_ids[:, 1:], "label": rollout.labels[:, 1:],
-        "mask": (mask.int(), rollout.mask.int()),
-        "log π_ref": (ref, right_ref), "log π_old": (old, rollout.sampler_logprobs),
-        f"log π {last}": logp, "w": log_ratio.exp(), "J": J, "clipped": clipped.int(),
-        "d": ref - logp, "KL": loss.kl_estimate(logp, ref),
-        f"∂L/∂logp {first}": gradients, last: gradients_of(update)}
-    lengths = rollout.mask.sum(dim=1).tolist()                                       # N
-    group = range(A.abs().argmax() // G * G, len(A))[:G]     # one that is not flat, if there is one
+    J, clipped = loss.clipped_objective(logp - old, A.view(-1, 1), eps, eps)         # (N, S-1)
+    columns = {  # (N, S-1) each, and where it is known in another way, what it must be
+        "id": [rollout.input_ids[:, 1:]], "label": [rollout.labels[:, 1:]],
+        "mask": [used_mask.int(), mask.int()],
+        "log π_ref": [ref, right_ref], "log π_old": [old, rollout.sampler_logprobs],
+        f"log π {last}": [logp], "w": [(logp - old).exp()], "J": [J], "clipped": [clipped.int()],
+        "d": [ref - logp], "KL": [loss.kl_estimate(logp, ref)],
+        f"∂L/∂logp {first}": gradients_of(shown.updates[0], mask),
+        last: gradients_of(shown.updates[-1], mask)}
+    group = range(A.abs().argmax() // G * G, len(A))[:G]
+    lengths = mask.sum(dim=1).tolist()
     html = TOKENS
     for n in max(group, key=lengths.__getitem__), min(group, key=lengths.__getitem__):
-        html += entries_of(shown, n, columns)
-    right_A = advantage.group_advantages(shown.rewards, G)
-    rows = []
-    for n, length in enumerate(lengths):
-        total = gradients[0][n].sum().item()
-        rows.append([NAMES[n], length, [A[n].item(), right_A[n].item()], total / length, total])
-    heads = ["", "|y|", "A", f"∂L/∂logp {first} of a token", "of all its tokens"]
-    return f"<section>{html}{SHARES}{table_of_rows(heads, rows)}</section>"
+        words = shown.words_of(rollout.input_ids[n].tolist())
+        own = mask[n].nonzero()[:, 0].tolist()
+        near = range(max(own[0] - 2, 1), min(own[-1] + 3, len(words) - 1))  # two more at each end
+        rows = [[t, f"… {words[t - 1]} {words[t]}", words[t + 1],
+                 *([x[n, t].item() for x in both] for both in columns.values())] for t in near]
+        *others, first_sums, last_sums = [[x[n].sum().item() for x in both]
+                                          for both in columns.values()]
+        rows.append(["A", [A[n].item(), right_A[n].item()], "sum", *[""] * len(others),
+                     first_sums, last_sums])
+        html += table_of_rows([f"{NAMES[n]}: t", "predicted from", "token t + 1", *columns], rows)
+    return f"<section>{html}</section>"
 
 
-def gradients_of(update):
-    """∂L/∂logp for these arguments of plain_loss, (N, S-1): autograd's, and the formula's."""
-    logp, old, ref, A, mask, eps, beta = update
+def gradients_of(update, mask):
+    """∂L/∂logp for these arguments of plain_loss, (N, S-1): autograd's, and by hand."""
+    logp, old, ref, A, used_mask, eps, beta = update
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
-        loss.plain_loss(leaf, old, ref, A, mask, eps, beta).backward()
+        loss.plain_loss(leaf, old, ref, A, used_mask, eps, beta).backward()
     A = A.view(-1, 1)
     _, clipped = loss.clipped_objective(logp - old, A, eps, eps)
     policy_part = (logp - old).exp() * A * ~clipped
     KL_part = beta * (ref - logp).expm1()
     return leaf.grad, -(policy_part + KL_part) * mask / mask.sum(dim=1, keepdim=True) / len(mask)
-
-
-def entries_of(shown, n, columns):
-    """Row n, a line for each entry of the answer, and for two before it and two after it."""
-    words = shown.words_of(shown.rollout.input_ids[n].tolist())
-    own = shown.rollout.mask[n].nonzero()[:, 0].tolist()
-    rows = []
-    for t in range(max(own[0] - 2, 1), min(own[-1] + 3, len(words) - 1)):
-        values = (x if isinstance(x, tuple) else (x,) for x in columns.values())
-        rows.append([t, f"… {words[t - 1]} {words[t]}", words[t + 1],
-                     *([x[n, t].item() for x in both] for both in values)])
-    return table_of_rows([f"{NAMES[n]}: t", "predicted from", "token t + 1", *columns], rows)
 
 
 def table_of_rows(heads, rows):
