@@ -1010,10 +1010,9 @@ def stopping_on_signals(run):
         run.signal = number
         print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
-    names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
     try:
-        for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
-            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+        for number in reward.HANDLERS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 with suppress(ValueError):  # only the main thread may set handlers
                     OLD_HANDLERS[number] = signal.signal(number, stop)
         yield
