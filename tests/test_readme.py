@@ -39,7 +39,8 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 # of torchrun, and of tests/
 OTHERS = {"--against", "--all", "--bf16", "--controls", "--dist", "--kept", "--micro-batches",
           "--mugs", "--nnodes", "--nproc-per-node", "--odds", "--only", "--prompts", "--real",
-          "--repeat", "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads"}
+          "--repeat", "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads",
+          "--tiny"}
 
 
 def test_every_flag_is_a_flag():

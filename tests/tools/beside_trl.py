@@ -83,10 +83,9 @@ def rows_of(s, tokenizer):
     from datasets import Dataset
 
     parts = SimpleNamespace(tokenizer=tokenizer, problems=load_problems(s.data))
-    steps = [train.problems_of_step(parts, step, s)[0] for step in range(1, s.steps + 1)]
-    return Dataset.from_list([
-        {"prompt": prompt, "truth": truth} for problems in steps
-        for prompt, truth in zip(train.prompts_of(parts, problems, s), truths_of(problems))])
+    batches = [train.batch_of_step(parts, step, s) for step in range(1, s.steps + 1)]
+    return Dataset.from_list([{"prompt": prompt, "truth": truth} for batch in batches
+                              for prompt, truth in zip(batch.prompts, truths_of(batch.problems))])
 
 
 def clock(args, found):
