@@ -637,7 +637,8 @@ def make_optimizer(model, s, ref_model=None):
         return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **options))
+        groups = groups_of_decay(weights, s.weight_decay)
+        return with_moments(torch.optim.AdamW(groups, **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
         master = dither(weight, s.seed, i)
@@ -645,9 +646,22 @@ def make_optimizer(model, s, ref_model=None):
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
+def groups_of_decay(named, decay):
+    """{name: weight} -> what AdamW takes. Norms and biases, which are vectors, do not decay."""
+    if not decay:
+        return named.items()
+    return [{"params": [(name, p)], "weight_decay": decay * (p.ndim > 1)}
+            for name, p in named.items()]
+
+
+def trained_by(optimizer):
+    """All that it moves, a list of tensors."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
+    for p in trained_by(optimizer):
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),  # where the fused kernel needs it
             "exp_avg": torch.zeros_like(p),
@@ -703,7 +717,7 @@ class MasterAdamW(RoundedAdamW):
     """
 
     def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
+        super().__init__(groups_of_decay(masters, options.get("weight_decay")), **options)
         self.masters = list(masters.values())
         self.weights = weights
         self.grads = []
@@ -827,7 +841,7 @@ class FactoredProduct(torch.autograd.Function):
 
 def finished_gradients(optimizer):
     """The tensors that may have a gradient, each of them complete: LoRA's averaged over GPUs."""
-    trained = optimizer.param_groups[0]["params"]
+    trained = trained_by(optimizer)
     if isinstance(optimizer, LoraAdamW) and world() > 1:
         for p in trained:
             if p.grad is not None:
@@ -1271,8 +1285,8 @@ def checkpoint_tensors(parts, s):
         optimizers |= parts.reward_model.optimizers
     for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
-        group, = adamw.param_groups
-        for name, weight in zip(group["param_names"], group["params"]):
+        names = [name for group in adamw.param_groups for name in group["param_names"]]
+        for name, weight in zip(names, trained_by(adamw)):
             for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
                 tensors[f"{kind}/{prefix}{name}"] = tensor
     return tensors
@@ -2271,7 +2285,7 @@ def train(parts, s, run):
 
 def print_start(run, parts, s):
     weights = parts.policy_model.num_parameters()
-    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    trained = sum(p.numel() for p in trained_by(parts.optimizer))
     factors = ", the factors of LoRA" * (s.lora_rank > 0)
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
            f"{world()}; settings of {s.config or 'the command line'}\n"
