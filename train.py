@@ -639,7 +639,8 @@ def make_optimizer(model, s, ref_model=None):
         return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **options))
+        groups = groups_of_decay(weights, s.weight_decay)
+        return with_moments(torch.optim.AdamW(groups, **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
         master = dither(weight, s.seed, i)
@@ -647,9 +648,22 @@ def make_optimizer(model, s, ref_model=None):
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
+def groups_of_decay(named, decay):
+    """{name: weight} -> what AdamW takes. Norms and biases, which are vectors, do not decay."""
+    if not decay:
+        return named.items()
+    return [{"params": [(name, p)], "weight_decay": decay * (p.ndim > 1)}
+            for name, p in named.items()]
+
+
+def trained_by(optimizer):
+    """All that it moves, a list of tensors."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
+    for p in trained_by(optimizer):
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),  # where the fused kernel needs it
             "exp_avg": torch.zeros_like(p),
@@ -705,7 +719,7 @@ class MasterAdamW(RoundedAdamW):
     """
 
     def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
+        super().__init__(groups_of_decay(masters, options.get("weight_decay")), **options)
         self.masters = list(masters.values())
         self.weights = weights
         self.grads = []
@@ -829,7 +843,7 @@ class FactoredProduct(torch.autograd.Function):
 
 def finished_gradients(optimizer):
     """The tensors that may have a gradient, each of them complete: LoRA's averaged over GPUs."""
-    trained = optimizer.param_groups[0]["params"]
+    trained = trained_by(optimizer)
     if isinstance(optimizer, LoraAdamW) and world() > 1:
         for p in trained:
             if p.grad is not None:
@@ -1044,11 +1058,10 @@ def listening_to_signals():
         RECEIVED.append(number)
         print0("\nstopping (a second signal stops at once)", sys.stderr)
 
-    names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
     RECEIVED.clear()
     try:
-        for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
-            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+        for number in reward.HANDLERS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 with suppress(ValueError):  # only the main thread may set handlers
                     OLD_HANDLERS[number] = signal.signal(number, stop)
         yield
@@ -1274,8 +1287,8 @@ def checkpoint_tensors(parts, s):
         optimizers |= parts.reward_model.optimizers
     for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
-        group, = adamw.param_groups
-        for name, weight in zip(group["param_names"], group["params"]):
+        names = [name for group in adamw.param_groups for name in group["param_names"]]
+        for name, weight in zip(names, trained_by(adamw)):
             for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
                 tensors[f"{kind}/{prefix}{name}"] = tensor
     return tensors
@@ -2274,7 +2287,7 @@ def train(parts, s, run):
 
 def print_start(run, parts, s):
     weights = parts.policy_model.num_parameters()
-    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    trained = sum(p.numel() for p in trained_by(parts.optimizer))
     factors = ", the factors of LoRA" * (s.lora_rank > 0)
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
            f"{world()}; settings of {s.config or 'the command line'}\n"

@@ -341,11 +341,16 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_adamw(dtype):
-    """Its first step moves weights by lr against the gradient's sign; decay, 0 by default, too."""
-    for flags, grad, move in (((), 1.0, lambda was: was - 0.01),
-                              (("--weight-decay=0.5",), 0.0, lambda was: was * (1 - 0.01 * 0.5))):
+    """Its first step moves weights by lr against the gradient's sign; decay, 0 by default, too.
+
+    Vectors, which are norms and biases, do not decay.
+    """
+    for flags, grad, move in (((), 1.0, lambda was: was - 0.01), (
+            ("--weight-decay=0.5",), 0.0,
+            lambda was: was if was.ndim == 1 else was * (1 - 0.01 * 0.5))):
         p = parts("--lr=0.01", *flags, dtype=dtype)
-        masters = p.optimizer.param_groups[0]["params"]
+        masters = train.trained_by(p.optimizer)
+        assert {master.ndim for master in masters} == {1, 2}
         own = all(weight is master for weight, master in zip(p.policy_model.parameters(), masters))
         assert own == (dtype == torch.float32)            # these are their own masters
         expected = [move(master.detach().float()) for master in masters]
@@ -353,6 +358,22 @@ def test_the_optimizer_is_adamw(dtype):
             weight.grad = torch.full(weight.shape, grad)
         p.optimizer.step()
         assert all(map(functools.partial(torch.allclose, atol=1e-6), masters, expected))
+
+
+def test_weight_decay_changes_nothing_else():
+    """Gradients are clipped together, every weight learns, and the moments are those of AdamW."""
+    found = []
+    for decay in (0, 0.5):
+        p = parts("--lr=0.01", "--updates-per-rollout=1", f"--weight-decay={decay}")
+        before = copy.deepcopy(p.policy_model)
+        given = parts_of(p, p.problems, reward_of=lambda *_: REWARDS)
+        metrics, _ = step_on(given, p.settings, p.problems, p.prompts, seeded())
+        moments = [p.optimizer.state[q]["exp_avg"] for q in train.trained_by(p.optimizer)]
+        found.append((metrics["grad_norm"], moments))
+        for was, now in zip(before.parameters(), p.policy_model.parameters()):
+            assert not torch.equal(was, now)
+    assert found[0][0] == found[1][0] > 0
+    same(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
