@@ -212,8 +212,7 @@ def test_a_handler_for_alarms_stays_the_users(tmp_path, handlers):
 
 def test_a_run_hears_its_signals_though_a_library_set_handlers(handlers):
     """And the second one still stops it at once, where the first came while a reward ran."""
-    run = train.Run()
-    with train.stopping_on_signals(run):
+    with train.listening_to_signals():
         listens = signal.getsignal(signal.SIGTERM)
         with foreign_code("a reward"):
             signal.signal(signal.SIGTERM, lambda *_: None)
@@ -221,7 +220,7 @@ def test_a_run_hears_its_signals_though_a_library_set_handlers(handlers):
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == listens
         with foreign_code("a reward"):
             signal.raise_signal(signal.SIGTERM)
-        assert run.signal == signal.SIGTERM
+        assert train.RECEIVED == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == listens
         with foreign_code("another reward"):
