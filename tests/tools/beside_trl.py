@@ -33,31 +33,31 @@ TRAINERS = ("here", "TRL")
 # --------------------------------------------------------------------------------------------------
 # One run
 
-def one_run(trainer, flags):
-    """Train once -> what is kept: answers of the evaluations, seconds, memory."""
+def one_run(trainer, flags, path):
+    """Train once. After each evaluation `path` holds answers, seconds and memory until then."""
     s = train.plan_memory(train.parse([*flags, "--threads", 1]))
-    evaluations, evaluating = {}, []
+    kept = {"trainer": trainer, "seed": s.seed, "dtype": s.dtype, "cpu_seconds": {}, "right": {},
+            "answers": {}}
+    evaluating = []                                      # seconds of each evaluation
     evaluate = train.evaluate
 
     def timed(*given, **how):
-        start = time.process_time()
+        now = time.process_time()
+        step = len(evaluating) * s.eval_every
         metrics, rows = evaluate(*given, **how)
-        evaluations[len(evaluations) * s.eval_every] = rows
-        evaluating.append(time.process_time() - start)
+        kept["cpu_seconds"][step] = round(now - start - sum(evaluating))
+        kept["right"][step] = bits(rows, s)
+        kept["answers"][step] = [row["answer"] for row in rows]
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kept["peak_gb"] = round(kib * 1024 / 1e9, 2)
+        path.write_text(json.dumps(kept))
+        evaluating.append(time.process_time() - now)
         return metrics, rows
 
     train.evaluate = timed
     run = train_here(s) if trainer == "here" else train_by_trl(s)
     start = time.process_time()
     run()
-    seconds = time.process_time() - start - sum(evaluating)
-    first, *_, last = evaluations
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "trainer": trainer, "seed": s.seed, "dtype": s.dtype,
-        "cpu_seconds": round(seconds), "peak_gb": round(kib * 1024 / 1e9, 2),
-        "right": {step: bits(rows, s) for step, rows in evaluations.items()},
-        "answers": {step: [row["answer"] for row in evaluations[step]] for step in (first, last)}}
 
 
 def bits(rows, s):
@@ -129,7 +129,7 @@ def all_runs(args, flags):
         runs = []
         for trainer in TRAINERS:
             command = [sys.executable, __file__, "--trainer", trainer, "--output", args.output,
-                       *flags, "--seed", seed]
+                       "--seeds", seed, *flags]
             runs.append(subprocess.Popen(list(map(str, command))))
         if any([run.wait() for run in runs]):
             sys.exit(1)
@@ -146,7 +146,7 @@ def print_table(kept):
         runs = [run for run in kept["runs"] if run["trainer"] == trainer]
         columns = [[share(run["right"][step]) for run in runs] for step in steps]
         cells = [spread(column, 3) for column in columns]
-        cells += [spread([run["cpu_seconds"] for run in runs], 0),
+        cells += [spread([run["cpu_seconds"][steps[-1]] for run in runs], 0),
                   spread([run["peak_gb"] for run in runs], 2)]
         print(f"| {trainer} | {' | '.join(cells)} |")
     for run in kept["runs"]:
@@ -170,13 +170,12 @@ def main():
     parser.add_argument("--trainer", choices=TRAINERS, help="one run alone, into FOLDER")
     parser.add_argument("--kept", type=Path, help="print the table of this file, train nothing")
     args, flags = parser.parse_known_args()
+    seed = args.seeds[0]
     if args.kept:
         print_table(json.loads(args.kept.read_text(encoding="utf-8")))
         return
     if args.trainer:
-        kept = one_run(args.trainer, flags)
-        path = args.output / f"{args.trainer}-{kept['seed']}.json"
-        path.write_text(json.dumps(kept))
+        one_run(args.trainer, [*flags, "--seed", seed], args.output / f"{args.trainer}-{seed}.json")
         return
     kept = all_runs(args, flags)
     (args.output / "kept.json").write_text(json.dumps(kept, indent=1))
