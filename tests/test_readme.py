@@ -113,7 +113,7 @@ def test_the_kept_sums_give_the_tables(capsys, monkeypatch):
     study.main()
     out = capsys.readouterr().out
     rows = re.findall(r"^\| .* \| \d \| (0.*) \|$", out, flags=re.M)
-    section = RESULTS[RESULTS.index("## SmolLM2 learns sums"):RESULTS.index("## SmolLM2 learns w")]
+    section = RESULTS[RESULTS.index("## SmolLM2 learns sums"):RESULTS.index("## SmolLM2 learns d")]
     shown = re.findall(r"^\| .* \| \d? ?\| (0.*) \|$", section, flags=re.M)
     for row, told in zip(rows[1:-1], shown, strict=True):    # both ends were asked elsewhere
         greedy, sampled, _, _, pass_8, _ = row.split(" | ")

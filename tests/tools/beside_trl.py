@@ -1,8 +1,11 @@
 """The same training here and in TRL's GRPOTrainer: do both learn alike, and what does it cost?
 
     pip install trl  # into an environment that has this project's packages
-    python tests/tools/beside_trl.py --output runs/trl FLAGS  # of train.py: model, data, --reward
+    python tests/tools/beside_trl.py --config tests/real/small.json --model runs/smollm2 \\
+        --data runs/dates.jsonl --reward tests/real/dates.py:right --system-prompt ""
     python tests/tools/beside_trl.py --kept tests/real/dates_trl.json  # the table of what is kept
+
+Flags that are not its own are train.py's. README, "A task of your own", makes model and problems.
 
 Both of a seed's runs go at the same time, each on one thread, so that both see the same load. They
 have the same weights and dtype, problems in the same order, prompts, rewards, rate, warm-up, beta
@@ -10,7 +13,8 @@ and groups, and the same evaluator asks the held-out problems. TRL samples by tr
 and has two settings that are not its defaults: `loss_type` "grpo", the paper's, and no
 `use_bias_correction_kl`. What stays different: its std divides by G - 1, ours by G.
 
-CPU seconds are those of training, without loading and evaluations. FOLDER/kept.json holds it all.
+CPU seconds are those of training, without loading and evaluations. kept.json in the folder --output
+holds it all.
 """
 import argparse
 import json
@@ -139,35 +143,40 @@ def all_runs(args, flags):
 
 def print_table(kept):
     """Right of the held-out problems by step, seconds and memory: means and deviations of seeds."""
-    steps = list(kept["runs"][0]["right"])
-    print(f"| | {' | '.join(f'step {step}' for step in steps)} | CPU s | peak GB |")
+    runs = kept["runs"]
+    steps = max((list(run["right"]) for run in runs), key=len)
+    print(f"| | {' | '.join(f'step {step}' for step in steps)} | CPU s a step | peak GB |")
     print("|" + " --- |" * (len(steps) + 3))
     for trainer in TRAINERS:
-        runs = [run for run in kept["runs"] if run["trainer"] == trainer]
-        columns = [[share(run["right"][step]) for run in runs] for step in steps]
-        cells = [spread(column, 3) for column in columns]
-        cells += [spread([run["cpu_seconds"][steps[-1]] for run in runs], 0),
-                  spread([run["peak_gb"] for run in runs], 2)]
+        mine = [run for run in runs if run["trainer"] == trainer]
+        cells = [spread([share(run["right"][step]) for run in mine if step in run["right"]])
+                 for step in steps]
+        seconds = []
+        for run in mine:
+            last = list(run["right"])[-1]
+            seconds.append(run["cpu_seconds"][last] / int(last))
+        cells += [spread(seconds), spread([run["peak_gb"] for run in mine])]
         print(f"| {trainer} | {' | '.join(cells)} |")
-    for run in kept["runs"]:
-        curve = ", ".join(f"{share(run['right'][step]):.3f}" for step in steps)
-        print(f"{run['trainer']}, seed {run['seed']}: {curve}; {run['cpu_seconds']} CPU s")
+    for run in runs:
+        curve = ", ".join(f"{share(bits):.3f}" for bits in run["right"].values())
+        print(f"{run['trainer']}, seed {run['seed']}: {curve}")
 
 
 def share(bits):
     return bits.count("1") / len(bits)
 
 
-def spread(values, digits):
-    error = f" ± {stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
-    return f"{mean(values):.{digits}f}{error}"
+def spread(values):
+    if len(set(values)) < 2:
+        return f"{mean(values):.3g}"
+    return f"{mean(values):.3g} ± {stdev(values):.2g}"
 
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--output", type=Path, default=Path("runs/trl"), help="a new folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--trainer", choices=TRAINERS, help="one run alone, into FOLDER")
+    parser.add_argument("--trainer", choices=TRAINERS, help="one run alone, of the first seed")
     parser.add_argument("--kept", type=Path, help="print the table of this file, train nothing")
     args, flags = parser.parse_known_args()
     seed = args.seeds[0]
