@@ -115,29 +115,27 @@ def max_rl_advantages(rewards, group_size=8):
     return A / m.where(m > 0, 1)
 
 
-def batch_std_advantages(rewards, group_size=8, all_rows=None):
+def batch_std_advantages(rewards, group_size=8):
     """A_i = (r_i - mean of its group) / (std of these differences in the batch + 1e-8) -> (N,).
 
     REINFORCE++-baseline, arXiv 2501.03262. TRL's scale_rewards="batch" (arXiv 2508.08221) takes the
-    std of the rewards themselves. `all_rows`: see gdpo_advantages.
+    std of the rewards themselves.
     """
-    return over_batch_std(centred(rewards, group_size).flatten(), all_rows)
+    return over_std(centred(rewards, group_size).flatten())
 
 
-def over_batch_std(values, all_rows):
+def over_std(values):
     """Values (N,), of which every group has mean 0, divided by their std: (N,)."""
-    batch = all_rows(values) if all_rows else values
-    return values / (batch.square().nanmean().sqrt() + 1e-8)
+    return values / (values.square().nanmean().sqrt() + 1e-8)
 
 
-def gdpo_advantages(reward_parts, reward_weights=None, group_size=8, all_rows=None):
+def gdpo_advantages(reward_parts, reward_weights=None, group_size=8):
     """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
     A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
     answer i minus its group's mean, divided by its group's std. reward_parts {name: (N,)}: the K
     rewards. A NaN does not apply to its answer, and adds 0 there; of NaNs alone it has no advantage
-    (NaN). reward_weights: K numbers, by default 1. `all_rows(sums)` gives the sums of all GPUs,
-    whose answers are one batch.
+    (NaN). reward_weights: K numbers, by default 1.
     """
     z = [z_scores(rewards, group_size) for rewards in reward_parts.values()]
     z = torch.stack(z)                                                       # (K, N)
@@ -146,7 +144,7 @@ def gdpo_advantages(reward_parts, reward_weights=None, group_size=8, all_rows=No
     # Scores that cancel leave rounding and eps, which a std as small would make advantages of 1.
     sums[sums.abs() < 1e-6] = 0
     sums[z.isnan().all(dim=0)] = torch.nan
-    return over_batch_std(sums, all_rows)
+    return over_std(sums)
 
 
 def pooled_advantages(spans, mask, group_size):
@@ -258,22 +256,20 @@ def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None):
     return mask * gtpo_advantages(rewards, mean, answered, group_size, right)
 
 
-# The words of --advantage: from x, a Rollout, s, the Settings, and all_rows, see gdpo_advantages
+# The words of --advantage. A function gets what its parameters name: rewards, group_size,
+# scale_by_std, mask, reward_parts, reward_weights, step_rewards, right, entropy or candidates, as
+# train.py's advantages_of spells them out.
 ADVANTAGES = {
-    "group": lambda x, s, all_rows:
-        group_advantages(x.rewards, s.group_size, scale_by_std=s.scale_by_std),
-    "leave-one-out": lambda x, s, all_rows: leave_one_out_advantages(x.rewards, s.group_size),
-    "max-rl": lambda x, s, all_rows: max_rl_advantages(x.rewards, s.group_size),
-    "batch-std": lambda x, s, all_rows: batch_std_advantages(x.rewards, s.group_size, all_rows),
-    "gdpo": lambda x, s, all_rows:
-        gdpo_advantages(x.reward_parts, s.reward_weights, s.group_size, all_rows),
-    "gtpo": lambda x, s, all_rows:
-        gtpo_advantages(x.rewards, x.entropy, x.mask, s.group_size, x.right),
-    "grpo-s": lambda x, s, all_rows:
-        grpo_s_advantages(x.rewards, x.entropy, x.mask, s.group_size, x.right),
-    "shape": lambda x, s, all_rows: shape_advantages(x.candidates, x.mask, s.group_size),
+    "group": group_advantages,
+    "leave-one-out": leave_one_out_advantages,
+    "max-rl": max_rl_advantages,
+    "batch-std": batch_std_advantages,
+    "gdpo": gdpo_advantages,
+    "gtpo": gtpo_advantages,
+    "grpo-s": grpo_s_advantages,
+    "shape": shape_advantages,
 }
-BY_ENTROPY = ("gtpo", "grpo-s")  # those that read x.entropy: it takes a forward pass more
+BY_ENTROPY = ("gtpo", "grpo-s")  # the words that get `entropy`: it takes a forward pass more
 
 
 # --------------------------------------------------------------------------------------------------

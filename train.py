@@ -17,12 +17,14 @@ if sys.version_info < (3, 11):  # noqa: UP036
     print("train.py: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 
-import argparse, copy, hashlib, inspect, json, math, os, platform, re, shlex, shutil, signal
-import time, traceback, warnings
+import argparse, copy, hashlib, json, math, os, platform, re, shlex, shutil, signal
+import threading, time, traceback, warnings
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
 # What torch and tqdm read when they are imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
@@ -91,44 +93,56 @@ class Parts:
     reward_model: object = None         # with --reward-model the model behind reward_of
 
 
-def train_step(parts, step, s):
-    """The GRPO step of that number -> (its metrics {name: float}, its Rollout).
+@dataclass
+class Batch:
+    """What this GPU samples in a step: G answers to each of B prompts."""
 
-    DeepSeekMath, algorithm 1. `s` are the Settings. Several GPUs share its problems; the metrics
-    cover all of them.
+    problems: list             # B dicts, see reward.load_problems
+    prompts: list              # their B prompts, chat template applied
+    generators: list = None    # of random numbers, one per prompt
+    others: object = None      # for --max-resample: see other_problems
+
+
+def train_step(parts, batch, s):
+    """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
+
+    DeepSeekMath, algorithm 1. `s` are the Settings. With several GPUs each has its own batch; the
+    metrics and the rollout are those of all.
     """
-    # [A] G answers to each problem, drawn from the policy as it is now, [B] a reward for each.
-    rollout, metrics = scored_groups(parts, step, s)
+    # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
+    rollout, metrics = scored_groups(parts, batch, s)
     start = time.perf_counter()
-
-    # [D] Log-probs of the answers' tokens under pi_old, the policy that drew them, and entropies:
-    # (N, S-1) each. If there is one update, it needs no pass before it: then pi is pi_old.
-    if s.updates_per_rollout * s.minibatches > 1 or s.advantage in BY_ENTROPY:
-        rollout.old_logprobs, rollout.entropy = rollout_logprobs(parts.policy_model, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
+    mine = groups_of_rank(rollout, s)  # of several GPUs each trains its own groups
 
-    # [D] And under the reference: (N, S-1).
+    # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
     if parts.ref_model:
-        rollout.ref_logprobs, _ = rollout_logprobs(parts.ref_model, rollout, s, measure=False)
+        mine.ref_logprobs, _ = rollout_logprobs(parts.ref_model, mine, s)
+
+    # [D] And under pi_old, the policy that drew them. A single update finds them by itself: before
+    # it the policy still is pi_old.
+    if s.updates_per_rollout * s.minibatches > 1:
+        mine.old_logprobs, _ = rollout_logprobs(parts.policy_model, mine, s)
 
     # [D] [E] [F] [G] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for rows in mini_batches(rollout, s):
-            updates.append(gradient_step(parts, rows, s))
+        for rows in mini_batches(mine, s):
+            updates.append(gradient_step(parts, rows, s, is_first=not updates))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def gradient_step(parts, rollout, s):
-    """One gradient step on these rows -> its metrics."""
-    metrics = backward(parts, rollout, s)
+def gradient_step(parts, rollout, s, is_first=True):
+    """One gradient step on these rows -> its metrics. The first one of a rollout measures more."""
+    metrics = backward(parts, rollout, s, is_first)
     grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**metrics, "grad_norm": whole_of(grad_norm)})
-    check_sampler(parts, metrics["sampler_difference"], s)
+    if is_first:
+        check_sampler(parts, metrics["sampler_difference"], s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
@@ -137,20 +151,20 @@ def gradient_step(parts, rollout, s):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s):
+def backward(parts, rollout, s, is_first):
     """[D] [E] [F] The gradient of the loss -> its metrics."""
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     n_rows = mask.any(dim=1).sum()
     sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": mask.sum()})
-    found = []
+    shares = []  # of each metric, what a micro-batch adds to it
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s)
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, is_first)
         micro = take(rollout, rows, width, logp.device)
-        if micro.old_logprobs is None:  # the policy as it is now is still pi_old
-            micro.old_logprobs, micro.entropy = logp.detach(), entropy
+        if micro.old_logprobs is None:  # the policy as it is now is pi_old
+            micro.old_logprobs = logp.detach()
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(
             logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
@@ -167,8 +181,10 @@ def backward(parts, rollout, s):
             sampler_cap=s.sampler_correction,
             **sizes)
         loss.backward()
-        found.append(metrics | old_metrics(micro, s, sizes["n_tokens"]))
-    return sum_of(found)
+        if is_first:
+            metrics |= sampling_metrics(micro, entropy, loss_mask(micro, s), sizes["n_tokens"])
+        shares.append(metrics)
+    return sum_of(shares)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,11 +198,11 @@ def plain_grpo(parts, s):
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
-        problems, generators = problems_of_step(parts, step, s)
+        batch = batch_of_step(parts, step, s)
         rewards = plain_step(
-            parts.policy_model, reference, parts.optimizer, parts.tokenizer,
-            prompts_of(parts, problems, s), truths_of(problems), s.group_size, s.max_new_tokens,
-            generators, s.updates_per_rollout, s.clip_eps, s.kl_coef)
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
+            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
+            s.updates_per_rollout, s.clip_eps, s.kl_coef)
         accuracy = is_right(rewards).float().mean()
         print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
 
@@ -199,21 +215,20 @@ def train_grpo(parts, settings, run=None):
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
-    with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
+    with suppress(Stopped), tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
         for done in range(run.step, s.steps + 1):  # so many steps are done
             evaluate_if_due(run, parts, s)
-            if run.stopped() or done == s.steps:
+            if stopped() or done == s.steps:
                 break
             step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
             adapt_kl_coef(run, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            metrics, rollout = train_step(parts, step, s)
+            batch = batch_of_step(parts, step, s)
+            metrics, rollout = train_step(parts, batch, s)
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
-            for record in samples_of(rollout, step, s.group_size):
-                run.append("samples.jsonl", record)
-            run.log({"step": step, "lr": lr, **metrics}, rollout.responses[-1])
+            run.log_step({"step": step, "lr": lr, **metrics}, rollout, s.group_size)
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
@@ -224,7 +239,7 @@ def train_grpo(parts, settings, run=None):
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        problems_of_step … evaluate_if_due     what train_grpo calls
+#   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
@@ -238,22 +253,41 @@ def train_grpo(parts, settings, run=None):
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_step: groups, advantages, log-probs by micro-batches, checks, metrics
 
-def scored_groups(parts, step, s):
-    """[A] [B] -> the Rollout to train on, the metrics of the answers that were drawn first."""
+def scored_groups(parts, batch, s):
+    """[A] [B] -> the Rollout of all GPUs, the metrics of the answers that were drawn first."""
     policy = sampling_model(parts.policy_model)
-    rollout, seconds = answers_and_rewards(policy, parts, *problems_of_step(parts, step, s), s)
+    rollout, seconds = draw_groups(policy, parts, batch, s)
     metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
-        rollout = without_flat_groups(policy, parts, step, rollout, metrics, s)
+        rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
+    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
+                            s.overlong_buffer)
     return rollout, metrics
 
 
-def answers_and_rewards(policy, parts, problems, generators, s):
-    """[A] G answers to each problem, [B] one reward for each -> Rollout, seconds."""
+def draw_groups(policy, parts, batch, s):
+    """[A] [B] by every GPU for its own prompts -> the Rollout of all, seconds of this one."""
+    sampler = parts.sampler
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        score = partial(score_responses, ground_truths=truths_of(batch.problems),
+                        group_size=s.group_size // 2)
+        sampler = partial(sample.sample_around, best=s.around_best, score=score)
+    drawn = together(answers_and_rewards, policy, parts, batch, s, sampler)
+    rollouts, seconds = zip(*drawn)
+    return reduce(sample.joined, rollouts), seconds[rank()]
+
+
+def answers_and_rewards(policy, parts, batch, s, sampler):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
-    rollout = drawn_answers(policy, parts, problems, generators, s)
+    G = s.group_size
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
+                      batch.generators)
     drawn = time.perf_counter()
-    rollout.rule_rewards = score_responses(rollout.responses, truths_of(problems), s.group_size)
+    rollout.problems = reward.repeat_each(batch.problems, G)                           # N
+    rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
+    texts = list(map(reward.opened, rollout.responses, rollout.prompts))
+    rollout.rule_rewards = score_responses(texts, truths_of(batch.problems), G)        # (N,)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -267,82 +301,81 @@ def answers_and_rewards(policy, parts, problems, generators, s):
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
     rollout.rule_rewards[unscored] = math.nan
-    rollout.earned = rollout.rewards
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
     return rollout, {"seconds_sampling": drawn - start,
                      "seconds_scoring": time.perf_counter() - drawn}
 
 
-def drawn_answers(policy, parts, problems, generators, s):
-    """[A] G answers to each problem -> Rollout."""
-    G = s.group_size
-    prompts = prompts_of(parts, problems, s)
-    sampler = parts.sampler
-    if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        score = partial(score_responses, ground_truths=truths_of(problems), group_size=G // 2)
-        sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    rollout = sampler(policy, parts.tokenizer, prompts, G, s.max_new_tokens, s.temperature,
-                      generators)
-    rollout.problems = reward.repeat_each(problems, G)                                 # N
-    rollout.prompts = reward.repeat_each(prompts, G)                                   # N
-    return rollout
-
-
-def without_flat_groups(policy, parts, step, rollout, metrics, s):
+def without_flat_groups(policy, parts, batch, rollout, metrics, s):
     """--max-resample: flat groups give way to groups of other problems -> Rollout.
 
     DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
     The metrics count the groups, and the seconds that the new ones take.
     """
     G = s.group_size
-    asked = 0  # so many other problems were asked in this step
+    N = len(rollout.responses)
     metrics["resampled_groups"] = 0
     for _ in range(s.max_resample):
-        n = int(is_flat(rollout.earned, G).sum())
-        everywhere = sum(from_all_ranks(n))
-        metrics["resampled_groups"] += everywhere
-        if everywhere == 0:
-            break  # every group of every rank teaches something
-        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
-        others = other_problems(parts, step, s, range(asked, asked + n))
-        asked += n
-        drawn, seconds = answers_and_rewards(policy, parts, *others, s)
+        flat = is_flat(rollout.rewards, G)                          # of all groups drawn so far
+        lacking = N // G - int((~flat).sum())
+        if lacking <= 0:
+            break  # there are enough groups that teach something
+        metrics["resampled_groups"] += lacking
+        drawn_before = len(flat) - N // G
+        others = batch.others(drawn_before, max(lacking, world()))  # every GPU draws a group
+        more, seconds = draw_groups(policy, parts, others, s)
+        rollout = sample.joined(rollout, more)
         for name, value in seconds.items():
             metrics[name] += value
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.earned, G).repeat_interleave(G)                           # (N + n G,)
-        rows = flat.argsort(stable=True)[:len(rollout.responses)]                      # (N,)
-        rollout = take(both, rows)
-    return rollout
+    # N answers stay: first those of groups that teach, in the order they were drawn, then others.
+    flat = is_flat(rollout.rewards, G).repeat_interleave(G)
+    return take(rollout, flat.argsort(stable=True)[:N])
 
 
 def advantages_of(parts, rollout, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
+
+    Its function gets what its parameters name.
+    """
+    function = process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+    given = {
+        "rewards": rollout.rewards,
+        "group_size": s.group_size,
+        "scale_by_std": s.scale_by_std,
+        "mask": rollout.mask,
+        "reward_parts": rollout.reward_parts,
+        "reward_weights": s.reward_weights,
+        "step_rewards": rollout.step_rewards,
+    }
     if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
-        rollout.right = is_right(rollout.rule_rewards)
-    if s.advantage == "shape":
+        given["right"] = is_right(rollout.rule_rewards)
+    if s.advantage in BY_ENTROPY:
+        _, entropy = rollout_logprobs(
+            parts.policy_model, groups_of_rank(rollout, s), s, measure=True)
+        given["entropy"] = torch.cat(from_all_ranks(entropy))
+    if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        rollout.candidates = reward.boxed_candidates(words, truths_of(rollout.problems))
+        given["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        if s.step_reward:
-            A = process_advantages(rollout.step_rewards, rollout.mask, s.group_size)
-        else:
-            A = ADVANTAGES[s.advantage](rollout, s, all_rows)
-    advantages = A.float()
+        advantages = function(**reward.select_kwargs(function, given)).float()
     advantages[rollout.rewards.isnan()] = 0
     limit = s.clip_advantages or math.inf
     return advantages.clamp(-limit, limit)
 
 
+def groups_of_rank(rollout, s):
+    """The groups that this GPU trains, as many as it has drawn -> Rollout."""
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    mine = share_of_rank(len(groups))
+    return take(rollout, groups[list(mine)].flatten())
+
+
 @torch.no_grad()
-def rollout_logprobs(model, rollout, s, measure=True):
+def rollout_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
     both = torch.zeros(2, *rollout.mask.shape)                                      # (2, N, S-1)
     for rows, width in micro_batches(model, rollout, s):
-        found = micro_batch_logprobs(model, rollout, rows, width, s, measure)
-        both[:, rows, :width - 1] = torch.stack(found).cpu()                    # (2, n, width-1)
+        logprobs = micro_batch_logprobs(model, rollout, rows, width, s, measure)
+        both[:, rows, :width - 1] = torch.stack(logprobs).cpu()                 # (2, n, width-1)
     return both
 
 
@@ -357,7 +390,7 @@ def micro_batches(model, rollout, s):
     return with_progress(cuts, desc="micro-batches")
 
 
-def micro_batch_logprobs(model, rollout, rows, width, s, measure=True):
+def micro_batch_logprobs(model, rollout, rows, width, s, measure):
     """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
@@ -368,20 +401,16 @@ def micro_batch_logprobs(model, rollout, rows, width, s, measure=True):
 def mini_batches(rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    if s.minibatches > len(groups):
-        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
     shares = groups.tensor_split(s.minibatches)
     return [take(rollout, rows.flatten()) for rows in shares]
 
 
-def old_metrics(rollout, s, n_tokens):
-    """Of pi_old, these rows' share in means over the batch's tokens, like the loss's metrics."""
-    old = rollout.old_logprobs                                                         # (n, S-1)
-    mask = loss_mask(rollout, s)
-    apart = (rollout.sampler_logprobs - old).abs()
-    apart = apart.where(mask & old.isfinite(), 0)  # else the update is skipped
-    return {"entropy": rollout.entropy.where(mask, 0).sum() / max(n_tokens, 1),
-            "sampler_difference": apart.sum() / max(n_tokens, 1)}
+def sampling_metrics(micro, entropy, mask, n_tokens):
+    """Of the policy that drew these rows, their share of means over all n_tokens in the loss."""
+    apart = (micro.sampler_logprobs - micro.old_logprobs).abs()                        # (n, S-1)
+    known = mask & micro.old_logprobs.isfinite()  # else the update is skipped
+    return {"entropy": entropy.where(mask, 0).sum() / max(n_tokens, 1),
+            "sampler_difference": apart.where(known, 0).sum() / max(n_tokens, 1)}
 
 
 def check_sampler(parts, nats, s):
@@ -402,18 +431,17 @@ def loss_mask(rollout, s):
 
 
 def answer_metrics(rollout, s):
-    """The metrics of drawn answers and of their rewards."""
+    """The metrics of drawn answers and of their rewards, before their length counts."""
     G = s.group_size
     if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
         rollout = take(rollout, [n for n in range(len(rollout.responses)) if n % G < G // 2])
         G //= 2
-    rewards = all_rows(rollout.rewards)                                                # (N,)
+    rewards = rollout.rewards                                                          # (N,)
     scored = ~rewards.isnan()  # the other answers are in no metric
-    lengths = all_rows(rollout.mask.sum(dim=1)).float()                                # (N,)
+    lengths = rollout.mask.sum(dim=1).float()                                          # (N,)
     lengths = lengths.where(scored, math.nan)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = all_rows(rollout.rule_rewards)
-    known = known[~known.isnan()]
+    known = rollout.rule_rewards[~rollout.rule_rewards.isnan()]
     metrics = {
         "reward_mean": rewards.nanmean(),
         "reward_std": std_of(centred(rewards, len(rewards))),
@@ -423,10 +451,10 @@ def answer_metrics(rollout, s):
         "flat_groups": share_of(is_flat(rewards, G)),
         "response_length_mean": lengths.nanmean(),
         "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": share_of(~all_rows(rollout.finished)[scored]),
+        "truncated_fraction": share_of(~rollout.finished[scored]),
     }
     for name, values in (rollout.reward_parts or {}).items():
-        metrics[name] = all_rows(values).nanmean()  # NaN where it does not apply
+        metrics[name] = values.nanmean()  # NaN where it does not apply
     return metrics
 
 
@@ -435,14 +463,14 @@ def sum_of(dicts):
     return {name: sum(each[name] for each in dicts) for name in dicts[0]}
 
 
-def share_of(found):
+def share_of(flags):
     """(n,) bool -> the share of it that is True; NaN of nothing."""
-    return found.float().mean()
+    return flags.float().mean()
 
 
 def step_metrics(rollout, metrics, updates, s):
     """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
-    tokens = sum(from_all_ranks(rollout.mask.sum()))
+    tokens = rollout.mask.sum()
     seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
     metrics = metrics | {
         "tokens": tokens,
@@ -451,52 +479,48 @@ def step_metrics(rollout, metrics, updates, s):
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
-        teaches = all_rows(rollout.advantages.any(dim=1))                              # (N,)
-        groups = teaches.view(-1, s.group_size)                                        # (B, G)
-        metrics["flat_groups"] = share_of(~groups.any(dim=1))
-    totals = sum_of(updates)
-    metrics |= {name: total / len(updates) for name, total in totals.items()}
-    metrics["skipped_updates"] = totals["skipped_updates"]
+        teaches = rollout.advantages.any(dim=1).view(-1, s.group_size)                 # (B, G)
+        metrics["flat_groups"] = share_of(~teaches.any(dim=1))
+    first, *others = updates  # the first has measured more
+    for name, value in first.items():
+        values = [value] + [update[name] for update in others if name in update]
+        metrics[name] = sum(values) / len(values)
+    metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
     return {name: float(value) for name, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation
 
-def problems_of_step(parts, step, s):
-    """This GPU's share of the step's B problems, each with random numbers of its own: two lists."""
-    mine = share_of_rank(s.prompts_per_step)  # whole groups: one on two GPUs would have two means
-    return chosen(batch_of_step(parts, step, s), mine, (s.seed, step))
-
-
-def other_problems(parts, step, s, places):
-    """These of this GPU's share of the problems that the step has not asked, likewise."""
-    key = (s.seed, "resample", step)
-    batch = batch_of_step(parts, step, s)
-    others = reward.shuffled(parts.problems, seeded(*key))
-    others = [problem for problem in others if problem not in batch]
-    # No problem comes again before all others have come.
-    return chosen(others + batch, [rank() + world() * k for k in places], key)
-
-
 def batch_of_step(parts, step, s):
-    """The step's B problems."""
+    """This GPU's share of the step's B problems -> Batch."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(parts.problems) // B)  # steps count from 1
     order = reward.shuffled(parts.problems, seeded(s.seed, 0, epoch))
-    return reward.groups_of(order, B)[k]
+    problems = reward.groups_of(order, B)[k]
+    mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
+    batch = make_batch(parts.tokenizer, problems, mine, (s.seed, step), s)
+    return replace(batch, others=partial(other_problems, parts, step, problems, s))
 
 
-def chosen(problems, places, key):
-    """The problems at these places, and a generator for each, which follows from key and place."""
-    found = [problems[j % len(problems)] for j in places]  # behind the last comes the first
-    return found, [seeded(*key, j) for j in places]
+def other_problems(parts, step, problems, s, first, n):
+    """This GPU's share of n problems that are not the step's; `first` were drawn before -> Batch.
+
+    No problem comes again before all others have come.
+    """
+    key = (s.seed, "resample", step)
+    others = reward.shuffled(parts.problems, seeded(*key))
+    others = [problem for problem in others if problem not in problems]
+    mine = [first + k for k in share_of_rank(n)]
+    return make_batch(parts.tokenizer, others + problems, mine, key, s)
 
 
-def prompts_of(parts, problems, s):
-    """Their prompts, chat template applied."""
-    return [chat_prompt(parts.tokenizer, problem, s.system_prompt) for problem in problems]
+def make_batch(tokenizer, problems, places, key, s):
+    """The problems at these places -> Batch; their random numbers follow from key and place."""
+    chosen = [problems[j % len(problems)] for j in places]  # behind the last comes the first
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
 def seeded(*key, device="cpu"):
@@ -517,8 +541,8 @@ def update_reference(parts, rollout, step, s):
         return {}
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
-        rows = sum(from_all_ranks(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+        pairs_of_step = seeded(s.seed, "pairs", step)
+        reward.collect_pairs(reward_model, rollout.judged, s.group_size, pairs_of_step)
     if step % s.renew_reference:
         return {}
     parts.ref_model.load_state_dict(parts.policy_model.state_dict())
@@ -556,25 +580,12 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
-
-    A signal to the run breaks it off: then some problems were not asked.
-    """
-    # Of the variants of a step's answers and rewards an evaluation has none.
-    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0,
-                length_rescale=0, overlong_buffer=0)
+def evaluate(parts, settings, group_size=1, temperature=0.0):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
+    at_a_time = max(1, settings.prompts_per_step // world() * settings.group_size // group_size)
+    s = replace(settings, group_size=group_size, temperature=temperature)
     policy = sampling_model(parts.policy_model)
-    mine = share_of_rank(len(parts.eval_problems))
-    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    rows = []
-    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        if run and run.signal:
-            break
-        asked = chosen(parts.eval_problems, places, (s.seed, "evaluation"))
-        rollout, _ = answers_and_rewards(policy, parts, *asked, s)
-        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
-    rows = sum(from_all_ranks(rows), [])
+    rows = sum(together(evaluation_rows, policy, parts, s, at_a_time), [])
     metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
     if parts.reward_of:
         for name in reward_names(rows):
@@ -582,26 +593,31 @@ def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
     return metrics, rows
 
 
-def evaluate_if_due(run, parts, s):
-    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation.
+def evaluation_rows(policy, parts, s, at_a_time):
+    """The rows of this GPU's share of the held-out problems; a signal breaks them off."""
+    rows = []
+    mine = share_of_rank(len(parts.eval_problems))
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if RECEIVED:
+            break
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, (s.seed, "evaluation"), s)
+        rollout, _ = answers_and_rewards(policy, parts, batch, s, parts.sampler)
+        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
+    return rows
 
-    A signal breaks the evaluation off: then nothing is logged, and a resumed run asks it anew.
-    """
+
+def evaluate_if_due(run, parts, s):
+    """Evaluate the last step that is done, if it is its turn and the log has no such evaluation."""
     # Scores of other problems or rewards get another number: they never compete.
-    asked = parts.eval_problems, s.reward, s.reward_weights, s.reward_model
-    eval_id = number_of(asked)
+    eval_id = number_of((parts.eval_problems, s.reward, s.reward_weights, s.reward_model))
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
     is_last = run.step == s.steps
     is_nth = run.step % (s.eval_every or s.steps) == 0
     is_turn = not steps or is_last or is_nth
     if run.step in steps or not is_turn:
         return
-    scores, rows = evaluate(parts, s, run=run)
-    if run.stopped():
-        return
-    key = {"step": run.step, "eval_id": eval_id}
-    run.append("evaluations.jsonl", key | {"answers": rows})
-    run.log(key | scores)
+    scores, rows = evaluate(parts, s)
+    run.log_evaluation({"step": run.step, "eval_id": eval_id}, scores, rows)
     keep_best(run, parts, s)
 
 
@@ -881,14 +897,6 @@ def leave_ranks(status):
         os._exit(status)
 
 
-def end_rank(fault):
-    """Print this rank's fault, and end without waiting for others."""
-    if "gloo/transport" in fault:  # the other rank tells its own fault, or was killed
-        fault = "lost its connection to another rank"
-    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
-    os._exit(2)  # sys.exit() would wait for collectives
-
-
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
     first = rank() * n // world()
@@ -904,9 +912,34 @@ def from_all_ranks(value):
     return values
 
 
-def all_rows(tensor):
-    """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
-    return torch.cat(from_all_ranks(tensor))
+class Stopped(Exception):
+    """A signal came: what was begun does not count, and is begun anew when the run is resumed."""
+
+
+def together(function, *given):
+    """The function's results on all ranks, a list. Stopped: a signal came to one of them meanwhile.
+
+    A terminal's Ctrl-C reaches all that a reward has started, too: a sandbox that it kills earns
+    nothing, or its reward raises an error. No step is trained on that.
+    """
+    try:
+        result = function(*given)
+    except Exception:
+        if not RECEIVED:
+            raise
+        result = None
+    results = from_all_ranks(result)
+    if stopped():
+        raise Stopped
+    return results
+
+
+def stopped():
+    """The signal to any rank, which stops all of them; 0 if there was none."""
+    number = max(from_all_ranks(max(RECEIVED, default=0)))
+    if number:  # a signal that comes just now counts the next time
+        RECEIVED[:] = [number]
+    return number
 
 
 def mean_of_ranks(numbers):
@@ -975,6 +1008,7 @@ RECENT = 100  # steps that the bar and the warnings look at: a step costs the sa
 TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
 
 
+RECEIVED = []  # that have come since a run began to listen
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
 
 
@@ -999,14 +1033,16 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def stopping_on_signals(run):
-    """Ctrl-C, or a scheduler's signal, lets the step end; a second one stops at once."""
+def listening_to_signals():
+    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one ends it at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
-        run.signal = number
-        print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
+        reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back
+        RECEIVED.append(number)
+        print0("\nstopping (a second signal stops at once)", sys.stderr)
 
     names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
+    RECEIVED.clear()
     try:
         for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
@@ -1033,35 +1069,27 @@ def replacing(path):
 
 
 class Run:
-    """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
-
-    # These are in a checkpoint. What the logs hold is read from them.
-    SAVED = "step pairs command origin".split()
+    """The state of a run. Only rank 0 writes, and only if the run has a folder."""
 
     step = 0  # the last step that is done
     saved_step = None  # the step of the checkpoint
-    is_mid_step = False  # a weight has moved since then
     command = ""  # what began the run; empty if Python did
     origin = None  # what it began with, see origin_of
-    resume_command = ""  # set once there is something to resume
-    name = ""
-    folder = None  # of rank 0, see claim_folder()
-    signal = 0
+    folder = None  # a Path, see claim_folder
 
     def __init__(self):
         self.history = []  # the lines of metrics.jsonl: those of steps,
         self.evaluations = []  # and those of evaluations
-        self.pairs = [], []  # a reward model's, when it is saved
 
     def claim_folder(self, s):
-        """On rank 0: make the folder and lock it until the process ends -> its name."""
+        """On rank 0: make the folder and lock it until the process ends -> its Path."""
         model = Path(re.sub("/(final|best)$", "", s.model))  # RUN/final is named after RUN
         begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # two in one second
         name = s.output or f"runs/{model.name}-{begun}"
-        self.folder = Path(name).absolute()  # a reward may change the directory
+        folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / ".lock", "w")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(folder / ".lock", "w")
         try:
             import fcntl
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1069,33 +1097,53 @@ class Run:
             raise BadInput(f"--output {name}: another run writes there") from None
         except (ImportError, OSError):
             pass  # Windows, or a file system without locks
-        return str(self.folder)
+        return folder
 
-    def stopped(self):
-        """The signal to any rank, which stops all of them; 0 if there was none."""
-        number = max(from_all_ranks(self.signal))
-        if number:  # a signal that comes just now counts the next time
-            self.signal = number
-        return number
+    @property
+    def writes(self):
+        return self.folder and rank() == 0
 
-    def log(self, metrics, answer=""):
-        """Write the line of a step or of an evaluation; a step's warns of a known failure."""
+    @property
+    def resume_command(self):
+        """What goes on with the run; "" before there is a checkpoint."""
+        if self.folder is None or self.saved_step is None:
+            return ""
+        return command("train.py", "--resume", str(self.folder))
+
+    def log_step(self, metrics, rollout, group_size):
+        """Write a step's samples and its line, which warns of a known failure.
+
+        BadInput: ten steps in a row have moved no weight.
+        """
+        for record in samples_of(rollout, metrics["step"], group_size):
+            self.append("samples.jsonl", record)
         line = {name: finite(value) for name, value in metrics.items()}
-        is_step = "eval_id" not in line
-        if is_step:
-            recent = [*self.history[-RECENT:], line]
-            symptom = symptoms(recent, answer)
-            if symptom and not any("warning" in row for row in recent):  # one is enough
-                line["warning"] = symptom
-                print0(f"step {line['step']}: {symptom}", sys.stderr)
+        recent = [*self.history[-RECENT:], line]
+        symptom = symptoms(recent, rollout.responses[-1])
+        if symptom and not any("warning" in row for row in recent):  # one is enough
+            line["warning"] = symptom
+            print0(f"step {line['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", line)
-        (self.history if is_step else self.evaluations).append(line)
-        self.step, self.is_mid_step = line["step"], False
+        self.history.append(line)
+        self.step = line["step"]
         skipped = [row for row in self.history[-10:] if row.get("skipped_updates")]
-        if is_step and len(skipped) == 10:
+        if len(skipped) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
                            "is not finite: --lr or a reward may be too large, or --temperature "
                            "too small")
+
+    def log_evaluation(self, key, scores, answers):
+        """Write an evaluation's answers, then its line: a kill between them leaves no line."""
+        line = key | {name: finite(value) for name, value in scores.items()}
+        self.append("evaluations.jsonl", key | {"answers": answers})
+        self.append("metrics.jsonl", line)
+        self.evaluations.append(line)
+
+    def append(self, name, record):
+        """Write a line to a log."""
+        if self.writes:
+            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
+                log.write(json.dumps(record) + "\n")
 
     def curve(self, name, n=0):
         """A metric over all steps, or over the last n: (step, value)s, without those of null.
@@ -1108,28 +1156,43 @@ class Run:
                     if row["eval_id"] == self.evaluations[-1]["eval_id"]]
         return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
-    def first_and_last(self):
-        """The answers of the first and of the last evaluation of the same problems, see row_of."""
-        points = self.curve("eval_id")
-        answers = {}  # a kill may have left an evaluation that was then asked again
-        for line in self.records("evaluations.jsonl"):
-            answers[line["step"], line["eval_id"]] = line["answers"]
-        return answers[points[0]], answers[points[-1]]
 
-    def append(self, name, record):
-        if self.folder:
-            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
-                log.write(json.dumps(record) + "\n")
-
-    def records(self, name):
-        """What a log has: a list of dicts."""
-        with open(Path(self.name, name)) as log:
-            return list(map(json.loads, log))
-
-    def read_metrics(self):
-        """Know what metrics.jsonl says."""
-        for line in self.records("metrics.jsonl"):
+    def read_metrics(self, lines):
+        """Know what these lines of metrics.jsonl say."""
+        for line in lines:
             (self.evaluations if "eval_id" in line else self.history).append(line)
+
+
+def records_in(folder, name, last_step=math.inf):
+    """The records of a log, a list of dicts, without those of later steps."""
+    path = Path(folder, name)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    records = []
+    for line in text.splitlines():
+        with suppress(ValueError):  # a kill may have left half a line
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                records.append(record)
+    return records
+
+
+def cut_logs(run):
+    """On rank 0: take out of the logs what is later than the checkpoint -> metrics.jsonl's lines.
+
+    What is lacking, be it by a power failure or because somebody deleted it, is told.
+    """
+    kept = {}
+    for name in LOGS:
+        kept[name] = records_in(run.folder, name, run.step)
+        if run.step and not kept[name]:
+            print0(f"{run.folder}/{name} is lacking: it begins anew")
+        with replacing(run.folder / name) as new:
+            new.write_text("".join(json.dumps(record) + "\n" for record in kept[name]))
+    lines = kept["metrics.jsonl"]
+    steps = {line["step"] for line in lines if "eval_id" not in line}
+    if lacking := run.step - len(steps):
+        print0(f"{run.folder}/metrics.jsonl lacks {lacking} of {run.step} steps: no curve has them")
+    return lines
 
 
 def samples_of(rollout, step, group_size):
@@ -1159,7 +1222,7 @@ def on_host(run, tensors):
     copies = {}
     for name, tensor in tensors.items():
         whole = whole_of(tensor.detach())  # all ranks take part in gathering
-        if run.folder:
+        if run.writes:
             copies[name] = whole.cpu()
     return copies
 
@@ -1170,7 +1233,7 @@ def save_folder(model, tokenizer, run, name):
     for tied in model.all_tied_weights_keys:  # a head that is the embedding is written once
         weights.pop(tied, None)
     whole = on_host(run, weights)
-    if run.folder:
+    if run.writes:
         with replacing(run.folder / name) as new:
             model.save_pretrained(new, state_dict=whole)
             sample.save_tokenizer(tokenizer, new)
@@ -1180,11 +1243,11 @@ def save_folder(model, tokenizer, run, name):
 def keep_best(run, parts, s):
     """best/ is the policy of the best evaluation in the log, or it is not there."""
     best = best_step(run)
-    if os.path.exists(f"{run.name}/best/step-{best}"):
+    if os.path.exists(f"{run.folder}/best/step-{best}"):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.folder:  # after a kill best/ may be of a step that the log has lost
+    elif run.writes:  # after a kill best/ may be of a step that the log has lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
@@ -1227,10 +1290,10 @@ def save_checkpoint(run, parts, s):
         cause = "--lr or --weight-decay may be too large" if run.step else "so --model has them"
         raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
-    if run.folder:
+    if run.writes:
+        counters = {"step": run.step, "command": run.command, "origin": run.origin}
         if parts.reward_model:
-            run.pairs = parts.reward_model.pairs, parts.reward_model.replay
-        counters = {name: getattr(run, name) for name in run.SAVED}
+            counters["pairs"] = parts.reward_model.pairs, parts.reward_model.replay
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
@@ -1242,51 +1305,29 @@ def save_checkpoint(run, parts, s):
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
     """Restore what the checkpoint holds."""
-    path = Path(run.name, CHECKPOINT)
+    path = run.folder / CHECKPOINT
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
         # A name that only one of the two has would be lost, or is lacking.
-        if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
+        if odd := {*file.keys()} ^ {"counters", *tensors}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
+        if parts.reward_model:
+            parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
         vars(run).update(counters)
         for name, tensor in tensors.items():
             saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
             if is_sharded(tensor):
                 saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
             tensor.copy_(saved)
-    if parts.reward_model:
-        parts.reward_model.pairs, parts.reward_model.replay = run.pairs
     if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the model still has the weights of the start
     run.saved_step = run.step
-
-
-def load_logs(run):
-    """Know what the logs say up to the checkpoint, and cut off what comes later."""
-    with blame(f"--resume: a log in {run.name} is not whole:"):
-        on_rank_0(cut_logs, run)
-        run.read_metrics()
-        if len(run.history) != run.step:
-            raise ValueError(f"metrics.jsonl has lines of {len(run.history)} steps")
-
-
-def cut_logs(run):
-    """Keep the lines up to this step: after a kill there may be later ones, and half a line."""
-    for name in LOGS:
-        path = run.folder / name
-        if run.step == 0:
-            path.touch()  # the kill may have come before its first line
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= run.step]
-        with replacing(run.folder / name) as new:
-            new.write_text("".join(kept))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1370,9 +1411,18 @@ def example_of(first, last):
     return first[i], last[i]
 
 
+def first_and_last(run):
+    """The answers of the first and of the last evaluation of the same problems, see row_of."""
+    answers = {}  # a kill may have left an evaluation that was then asked again
+    for record in records_in(run.folder, "evaluations.jsonl"):
+        answers[record["step"], record["eval_id"]] = record["answers"]
+    known = [answers[point] for point in run.curve("eval_id") if point in answers]
+    return known[0], known[-1]
+
+
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    first, last = run.first_and_last()
+    first, last = first_and_last(run)
     before, after = example_of(first, last)
     print0("\nof the held-out problems the one that gained most\n"
            f"question  {before['problem']}\nbefore    {before['answer']}\n"
@@ -1383,12 +1433,13 @@ def print_story(run):
         print0(f"{title:33}{small_curve(points)}")
         if "eval_" in metric:
             print0(f"{'':33}{change_of(metric, first, last)}")
-    further = "--resume", run.name, "--steps", str(2 * run.step)
+    folder = str(run.folder)
+    further = "--resume", folder, "--steps", str(2 * run.step)
     print0("")
-    if os.path.exists(f"{run.name}/best"):
-        print0(f"best state           {run.name}/best, of step {best_step(run):g}")
-    print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
-           f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+    if os.path.exists(f"{folder}/best"):
+        print0(f"best state           {folder}/best, of step {best_step(run):g}")
+    print0(f"see what it learned  {command('tests/tools/page.py', folder)}\n"
+           f"talk to the result   {command('sample.py', '--model', folder)} \"YOUR QUESTION\"\n"
            f"train it further     {command('train.py', *further)}")
 
 
@@ -1682,22 +1733,29 @@ def flag_of(name):
 
 def parse_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
-    def error(message):
-        raise BadInput(f"{message} (--help lists the flags)")
-
     parser = argparse.ArgumentParser(
         usage="train.py [--FLAG VALUE ...]", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
-    parser.error = error
+    parser.error = refuse_flags
     group = parser
+    source = (HERE / "train.py").read_text(encoding="utf-8")
+    fields = source.split("class Settings:")[1].split("@property")[0]
     # Of each line with a comment: its first word and the comment
-    for name, comment in re.findall(r" *(\w*).*  # (.+)", inspect.getsource(Settings)):
+    for name, comment in re.findall(r" *(\w*).*  # (.+)", fields):
         if name:
             group.add_argument(flag_of(name), **options_of_flag(name, comment))
         else:  # a comment of its own is a heading
             group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def refuse_flags(message):
+    """In place of argparse's own end, which has two lines: BadInput."""
+    hint = "--help lists the flags"
+    if re.search("unrecognized.* --(eval-only|against|trace)", message):
+        hint = "in tests/tools evaluate.py evaluates, and lesson.py traces a step"
+    raise BadInput(f"{message} ({hint})")
 
 
 def options_of_flag(name, comment):
@@ -1748,7 +1806,7 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        if others := flags.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+        if others := flags.keys() & {"config", "output", "plain"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
@@ -1766,7 +1824,7 @@ def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
     with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
@@ -1818,6 +1876,8 @@ def check_settings(s):
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (not s.kl_coef and (band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
+        (s.minibatches > s.prompts_per_step // world(),
+         f"--minibatches {s.minibatches}: more than the --prompts-per-step of a process"),
     ]
     for is_so, line in refusals:
         if is_so:
@@ -1859,16 +1919,26 @@ def choose_device(s):
     return device, "float32"
 
 
-def settings_of_device(s):
-    """Settings -> the same, checked, with what device and model decide; a model without storage."""
+def plan_memory(s, to_train=True):
+    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_settings(s)  # cheap checks first: flags, the device, the model's config
+    s = settings_of_device(s)
+    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
+    # A CPU's memory is not counted, and an evaluation has no step.
+    if to_train and s.device.startswith("cuda"):
+        fit_gpu(s)
+    return s
+
+
+def settings_of_device(s):
+    """Settings -> the same with what the device and the model's config decide."""
     device, fast_dtype = choose_device(s)
     dtype = fast_dtype if s.dtype == "auto" else s.dtype
-    with blame(f"--model {s.model}:"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
-    half = length_limit(model.config) / 2  # half of the positions are for the question
+    with blame(f"--model {s.model}:"):
+        positions = length_limit(sample.checked_config(s.model))
     s = replace(s, device=str(device), dtype=dtype,
-                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # Half of the positions are for the question.
+                max_new_tokens=s.max_new_tokens or int(min(512, positions / 2)),
                 # The last digit of a sum depends on the number of threads.
                 threads=s.threads or torch.get_num_threads())
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
@@ -1878,20 +1948,13 @@ def settings_of_device(s):
     # Offload moves whole masters out of a GPU's memory; float32 weights are their own masters.
     if device.type != "cuda" or s.has_shards or dtype == "float32" and not s.lora_rank:
         s.offload = False
-    print0(f"loading   {s.model} in {s.dtype} on {s.device}")
-    return s, model
-
-
-def plan_memory(s):
-    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
-    s, model = settings_of_device(s)
-    if s.device.startswith("cuda"):  # a CPU's memory is not counted
-        fit_gpu(s, model)
     return s
 
 
-def fit_gpu(s, model):
+def fit_gpu(s):
     """Decide on checkpointing and offload by what a step needs, in GB. BadInput: it cannot fit."""
+    with blame(f"--model {s.model}:"), torch.device("meta"):  # without storage
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=s.dtype)
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = (s.dry_run - 1) * 2**30
     else:
@@ -1932,47 +1995,35 @@ def fit_gpu(s, model):
 # Loading: model, tokenizer, problems, reward. Nearly all bad input is found before a folder is
 # made.
 
-def load(s):
-    """Settings that plan_memory has completed -> the Parts of a run."""
-    parts = load_to_evaluate(s)
-    if parts.problems is None:
-        parts.problems = checked_problems("--data", s.data, parts.tokenizer, s)
-    if len(parts.problems) < s.prompts_per_step:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(parts.problems)} to train on, beside those that are held out "
-                       "(--eval-data names others, or the same file)")
-    if s.renew_reference and parts.reward_model:  # else it is never trained
-        with_moments(parts.reward_model.optimizer)
-        if not any(truths_of(parts.problems)):
-            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
-                   "the rule orders its pairs")
-    if s.kl_coef:  # the initial policy, frozen
-        # A sharded model cannot be copied, and host memory should hold one model at a time.
-        initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(parts.policy_model)
-        parts.ref_model = shard(initial.requires_grad_(False), s)
-    parts.optimizer = make_optimizer(parts.policy_model, s, parts.ref_model)
-    return parts
-
-
-def load_to_evaluate(s):
-    """The Parts without those that training alone needs: reference, optimizer and, if others are
-    held out, problems."""
+def load(s, to_train=True):
+    """Settings that plan_memory has completed -> the Parts of a run, or of an evaluation alone."""
     torch.set_num_threads(s.threads)
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
-    reward_model = None
+    reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
         sampler = partial(sample.sample_conversations, max_turns=s.max_turns,
                           reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
     policy_model, tokenizer = load_policy(s)
-    problems, eval_problems = load_held_out(s, tokenizer)
+    problems, eval_problems = load_data(s, tokenizer, to_train)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model, reward_of = load_reward_model(s)
     policy_model = shard(policy_model, s, samples=True)
-    return Parts(policy_model, None, tokenizer, None, problems, eval_problems, sampler,
+    if to_train:
+        if s.renew_reference and reward_model:  # else it is never trained
+            with_moments(reward_model.optimizer)
+            if not any(truths_of(problems)):
+                print0("--renew-reference: no true answer is known, so --reward-model is not "
+                       "trained: the rule orders its pairs")
+        if s.kl_coef:  # the initial policy, frozen
+            # A sharded model cannot be copied, and host memory should hold one model at a time.
+            initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
+            ref_model = shard(initial.requires_grad_(False), s)
+        optimizer = make_optimizer(policy_model, s, ref_model)
+    return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
                  reward_of, reward_model)
 
 
@@ -1990,22 +2041,23 @@ def load_reward_model(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device = "cpu" if s.has_shards else s.device
-    fast = s.fast and not s.plain
     with blame(f"--model {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, device, s.dtype, fast, s.template_args)
+        model, tokenizer = sample.open_policy(s.model, device, s.dtype, s.fast and not s.plain,
+                                              s.template_args)
     if s.gradient_checkpointing:
         checkpoint_layers(model)
     return model, tokenizer
 
 
-def load_held_out(s, tokenizer):
-    """-> the problems of --data that are left to train on, None if others are held out; those."""
+def load_data(s, tokenizer, to_train):
+    """Problems to train on and held-out ones -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = None
+    problems = []
+    if to_train or not held_out:
+        problems = checked_problems("--data", s.data, tokenizer, s)
     if held_out:
         eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
     else:
-        problems = checked_problems("--data", s.data, tokenizer, s)
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
@@ -2015,13 +2067,28 @@ def load_held_out(s, tokenizer):
     eval_problems = reward.distinct(each_once, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    if to_train and len(problems) < s.prompts_per_step:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
+                       f"{len(problems)} to train on, beside those that are held out (--eval-data "
+                       "names others, or the same file)")
     return problems, eval_problems
 
 
-def checked_problems(name, source, tokenizer, s):
+def checked_problems(flag, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    with checking_prompts(flag, tokenizer, s) as check:
+        return reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                    check, partial(with_progress, desc=f"reading {source}"))
+
+
+@contextmanager
+def checking_prompts(flag, tokenizer, s):
+    """Yields check(problem): every prompt is checked now, not in the step that happens to draw it.
+
+    BadInput: one is too long for the model. At the end it tells what is odd in them.
+    """
     config = sample.checked_config(s.model)
     limit = length_limit(config)
     T = s.answer_tokens
@@ -2030,8 +2097,7 @@ def checked_problems(name, source, tokenizer, s):
     unknown = []  # how many words of each prompt the tokenizer does not know
     marked = []  # one special token of each problem that holds some
 
-    # Every prompt is checked now, not in the step that happens to draw it.
-    def visit(problem):
+    def check(problem):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         ids = sample.ids_of(tokenizer, prompt)
         unknown.append(ids.count(tokenizer.unk_token_id))
@@ -2044,27 +2110,25 @@ def checked_problems(name, source, tokenizer, s):
                              f"the model's {limit} positions: lower --max-new-tokens or "
                              "--max-turns, or take out such problems")
 
-    with blame(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        visit, partial(with_progress, desc=f"reading {source}"))
+    with blame(f"{flag}:"):
+        yield check
     if any(unknown):
-        print0(f"{name}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+        print0(f"{flag}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     if marked:
-        print0(f"{name}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
+        print0(f"{flag}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
                "template may write, and a space breaks it up: give the bare question, or messages")
-    return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, report
 
-def main(argv=None):
-    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
+def main(words):
+    """The words of a command line -> exit status: 0 done; 2 bad input, one line on standard error;
+    128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else argv
     run.command = shlex.join(["train.py", *map(str, words)])
-    try:
+    with in_one_line("train.py", run):
         settings = parse(words)
         if settings.dry_run is not None:
             plan_memory(settings)
@@ -2072,43 +2136,57 @@ def main(argv=None):
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
-        status = 0
         if settings.plain:
             plain_grpo(parts, settings)
-        else:
-            status = train(parts, settings, run)
+            return 0
+        status = train(parts, settings, run)
         leave_ranks(status)
         return status
+    return 2
+
+
+@contextmanager
+def in_one_line(program, run):
+    """Around a main: what line_of knows ends in its line, all else with its traceback.
+
+    A rank of several ends at once, without waiting for others.
+    """
+    try:
+        yield
     except Exception as error:
         fault = line_of(error)
         if run.resume_command:
-            fault = fault and f"{fault}; continue with: {run.resume_command}"
-            fast_paths = "logprob.py|in write_answers|loss.backward"
-            is_fast = bool(re.search(fast_paths, traceback.format_exc()))
-            error.add_note(f"continue with: {run.resume_command}"
-                           + " (--no-fast takes no fast paths)" * is_fast)
+            advice = f"continue with: {run.resume_command}"
+            fault = fault and f"{fault}; {advice}"
+            if re.search("logprob.py|in write_answers|loss.backward", traceback.format_exc()):
+                advice += " (--no-fast takes no fast paths)"
+            error.add_note(advice)
         if world() > 1:
-            end_rank(fault or traceback.format_exc())
+            fault = f"rank {rank()}: {fault or traceback.format_exc()}"
         if not fault:
             raise
-    print(f"train.py: {fault}", file=sys.stderr)
-    return 2
+        print(f"{program}: {sample.printable(fault)}", file=sys.stderr)
+        if world() > 1:
+            os._exit(2)  # sys.exit() would wait for collectives
 
 
 def line_of(error):
     """The line for an error that its user can mend, or that no program can; "" for others."""
+    text = str(error)
+    if "gloo/transport" in text:  # the other rank tells its own fault, or was killed
+        return "lost its connection to another rank"
     if isinstance(error, BadInput):
-        return str(error)
+        return text
     if reward.out_of_memory(error):
         return f"out of memory; {ADVICE}"
-    if re.search("No space left|quota exceeded|File too large", str(error)):
+    if re.search("No space left|quota exceeded|File too large", text):
         return f"the disk is full, or a file may not grow: {one_line(error)}"
     return ""
 
 
 def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
-    run.name = on_rank_0(run.claim_folder, s)
+    run.folder = on_rank_0(run.claim_folder, s)
     settings = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
     today = run.origin = origin_of(parts, settings)
     if s.resume:
@@ -2116,37 +2194,34 @@ def train(parts, s, run):
         if run.step > s.steps:
             print0(f"already at step {run.step}: nothing to do")
             return 0
-        load_logs(run)
+        run.read_metrics(on_rank_0(cut_logs, run))
         keep_best(run, parts, s)
     else:
         save_checkpoint(run, parts, s)
     changed = [name for name in today if today[name] != run.origin.get(name)]
     if changed:
         print0(f"not as when the run began: {', '.join(changed)}")
-    if run.folder:  # this comes last: where there are settings, there is a checkpoint
+    if run.writes:  # this comes last: where there are settings, there is a checkpoint
         with replacing(run.folder / "config.json") as new:
             new.write_text(json.dumps(settings, indent=2))
-    run.resume_command = command("train.py", "--resume", run.name)
     print_start(run, parts, s)
 
-    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_mid_step", True))
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
-        with stopping_on_signals(run):
+        with listening_to_signals():
             train_grpo(parts, s, run)
-            stopped = run.stopped()
-    except Exception:
-        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
-        # costs those since the last checkpoint.
-        if not run.is_mid_step and world() == 1:
+    except (reward.ForeignError, BadInput):
+        # A user's code runs before an update, so its error finds a whole step, and costs none. With
+        # other ranks, which may not come here, it costs those since the last checkpoint.
+        if world() == 1:
             save_checkpoint(run, parts, s)
         raise
-    if stopped:
+    if number := stopped():
         save_checkpoint(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + stopped
+        return 128 + number
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
-    if s.lora_rank and run.folder:
+    if s.lora_rank and run.writes:
         save_adapter(run, parts.optimizer, s)
     if s.renew_reference and parts.reward_model:  # it has been trained further
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
@@ -2161,7 +2236,7 @@ def print_start(run, parts, s):
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
            f"{world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
-           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+           f"run       {run.folder}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
@@ -2197,7 +2272,7 @@ def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
         with tqdm.external_write_mode(file):
-            print(line, file=file, flush=True)
+            print(sample.printable(line), file=file, flush=True)
 
 
 def command(program, *flags):
@@ -2209,9 +2284,19 @@ def command(program, *flags):
     return shlex.join([*start, str(HERE / program), *flags])
 
 
-if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
+def as_command(main):
+    """Call this main of a script: warnings stand above the bars, and nobody has to read them."""
+    for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
-    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
-    sys.exit(main())
+    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
+    status = main(sys.argv[1:])
+    # A judge's thread may never end: it has five seconds.
+    end = threading.Timer(5, os._exit, [status])
+    end.daemon = True
+    end.start()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    as_command(main)

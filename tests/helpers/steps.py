@@ -61,9 +61,7 @@ def whole_step(p, reward_of=lambda *_: REWARDS, **how):
 
 def step_on(given, s, problems, prompts, generators=None):
     """train_step on these problems, asked by these prompts."""
-    with (patch.object(train, "problems_of_step", lambda *_: (problems, generators)),
-          patch.object(train, "prompts_of", lambda *_: prompts)):
-        return train.train_step(given, 1, s)
+    return train.train_step(given, train.Batch(problems, prompts, generators), s)
 
 
 def updated(p, model, optimizer, rollout, **changes):
@@ -81,9 +79,14 @@ def all_gradients(model):
 def run_in(folder):
     """A Run that writes there; on rank 0 alone, as ever."""
     run = train.Run()
-    run.name = str(folder)
-    run.folder = folder if train.rank() == 0 else None
+    run.folder = folder
     return run
+
+
+def log(run, metrics):
+    """Log a step of these metrics alone."""
+    with patch.object(train, "samples_of", lambda *_: []):
+        run.log_step(metrics, SimpleNamespace(responses=[""]), 4)
 
 
 class Watched(train.Run):
@@ -91,7 +94,7 @@ class Watched(train.Run):
 
     def __init__(self, folder):
         super().__init__()
-        self.name, self.folder = str(folder), folder
+        self.folder = folder
         self.samples, self.checkpoints, self.rates = [], [], []
 
     @contextlib.contextmanager

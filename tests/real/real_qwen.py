@@ -113,11 +113,11 @@ def greedy(folder, problems, system_prompt, most, task):
     asked = task / "asked.jsonl"
     lines = [json.dumps(problem) + "\n" for problem in problems]
     asked.write_text("".join(lines), encoding="utf-8")
-    settings, _ = train.settings_of_device(train.parse([
+    settings = train.plan_memory(train.parse([
         "--model", folder, "--data", asked, "--eval-data", asked, "--eval-limit", 0,
         "--system-prompt", system_prompt, "--max-new-tokens", most, "--reward", "rule",
-        "--dtype", "bfloat16", "--prompts-per-step", 5, "--group-size", 8]))
-    _, rows = train.evaluate(train.load_to_evaluate(settings), settings)
+        "--dtype", "bfloat16", "--prompts-per-step", 5, "--group-size", 8]), to_train=False)
+    _, rows = train.evaluate(train.load(settings, to_train=False), settings)
     return rows
 
 

@@ -202,7 +202,7 @@ def filled(N, S, seed):
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=per_token + 5, old_logprobs=per_token + 6,
-        ref_logprobs=per_token + 7, entropy=per_token + 8)
+        ref_logprobs=per_token + 7)
 
 
 @pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
@@ -215,7 +215,7 @@ def test_join_and_take(widths):
     same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
-    for per_token in (both.sampler_logprobs, both.entropy):
+    for per_token in (both.sampler_logprobs, both.ref_logprobs):
         assert not per_token[short, S - 1:].any()
     for name, value in vars(sample.take(b, [2, 0, 2])).items():      # in any order, more than once
         if not isinstance(value, dict) and value is not None:

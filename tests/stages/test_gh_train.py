@@ -286,7 +286,7 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     assert [m["step"] for m in run.history] == list(range(1, 6))
     assert [m["step"] for m in run.evaluations] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
-    assert [len(rows) for rows in run.first_and_last()] == [3, 3]
+    assert [len(rows) for rows in train.first_and_last(run)] == [3, 3]
 
 
 def test_every_step_asks_its_own_problems(tmp_path):
@@ -312,12 +312,12 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
         given = SimpleNamespace(tokenizer=tiny[1], problems=problems)
         s = settings("--prompts-per-step=4", "--max-resample=3", *flags)
-        way = (train.other_problems, places) if places else (train.problems_of_step,)
-        asked, generators = way[0](given, step, s, *way[1:])
-        prompts = train.prompts_of(given, asked, s)
-        pairs = zip(asked, prompts, strict=True)
+        found = train.batch_of_step(given, step, s)
+        if places:
+            found = found.others(places[0], len(places))
+        pairs = zip(found.problems, found.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
-        return tuple(prompts), [g.initial_seed() for g in generators]
+        return tuple(found.prompts), [g.initial_seed() for g in found.generators]
 
     epochs = [[batch(18, step)[0] for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     assert [len({*sum(epoch, ())}) for epoch in epochs] == [16, 16] and epochs[0] != epochs[1]
@@ -331,9 +331,9 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     assert len(others) == 8 and not others & {*drawn[0][0]}
     assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
     assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
-    monkeypatch.setattr(train, "WORLD_SIZE", "3")         # of 4 groups each rank has at most 2
+    monkeypatch.setattr(train, "WORLD_SIZE", "3")
     monkeypatch.setattr(train, "RANK", "2")
-    assert len(batch(4, 1, range(6))[0]) == 6
+    assert len(batch(12, 1, range(6))[0]) == 2            # each rank has its share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -407,10 +407,10 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     for step, answers in enumerate((
             [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
             [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
-        run.append("evaluations.jsonl", {"step": step, "eval_id": 1, "answers": [
+        run.log_evaluation({"step": step, "eval_id": 1}, {"eval_reward": 0.3}, [
             {"problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
-            for x, (text, earned) in zip("1234", answers)]})
-        run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
+            for x, (text, earned) in zip("1234", answers)])
+    run.step = 1
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out
@@ -451,7 +451,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         assert expected.items() <= vars(train.parse(words)).items()
     for model in folder, folder / "final":
         assert expected.items() <= vars(evaluate.parse([str(model)])[0]).items()
-    assert evaluate.parse([str(folder), "--lr=0.5"])[0].lr == 0.5
+    assert evaluate.parse([str(folder), "--seed=5"])[0].seed == 5
     assert evaluate.parse([f"{folder}/best"])[0].data == first["data"]
     assert train.parse(["--model", str(folder)]).data == "gsm8k"  # to train on it brings none
     assert evaluate.parse([])[0].config == str(train.TINY_CONFIG)

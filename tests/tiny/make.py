@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 import reward  # noqa: E402
-from sample import sample_groups  # noqa: E402
+from sample import chat_prompt, sample_groups  # noqa: E402
 
 # The warm start
 STEPS = 1500
@@ -194,14 +194,17 @@ REWARD_PROBLEMS, REWARD_EPOCHS, REWARD_LR = 256, 6, 3e-3  # of the reward model'
 
 
 def judged_answers(model, tokenizer, problems, seed):
-    """The policy's eight answers to each problem -> rows of (prompt, answer, the rule's reward)."""
+    """The policy's eight answers to each problem -> rows of (conversation, the rule's reward)."""
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     truths = [problem["answer"].split()[-1] for problem in problems]
     generator = torch.Generator().manual_seed(seed)
     limit = SETTINGS["max_new_tokens"]
     rollout = sample_groups(model, tokenizer, prompts, 8, limit, 1.0, generator)
     rewards = reward.score_responses(rollout.responses, truths, 8).tolist()
-    return list(zip([p for p in prompts for _ in range(8)], rollout.responses, rewards))
+    asked = reward.repeat_each(problems, 8)
+    rows = [chat_prompt(tokenizer, problem, "", answer=answer)
+            for problem, answer in zip(asked, rollout.responses)]
+    return list(zip(rows, rewards))
 
 
 def make_reward_model(problems):
@@ -233,12 +236,12 @@ def check_reward_model(problems):
     model = AutoModelForSequenceClassification.from_pretrained(HERE / "reward_model").eval()
     policy = AutoModelForCausalLM.from_pretrained(HERE).eval()
     rows = judged_answers(policy, tokenizer, problems, seed=3)
-    prompts, answers, rewards = zip(*rows)
-    scores = reward.reward_model_scores(model, tokenizer, list(prompts), list(answers))
+    rows, rewards = zip(*rows)
+    scores = reward.reward_model_scores(model, tokenizer, list(rows))
     is_right = reward.is_right(torch.tensor(rewards))
     group = torch.arange(len(rows)) // 8
     pairs = (is_right[:, None] & ~is_right & (group[:, None] == group)).nonzero()
-    worked = torch.tensor([" = " in answer for answer in answers])
+    worked = torch.tensor([" = " in row for row in rows])
     right = scores[pairs[:, 0]] > scores[pairs[:, 1]]
     print(f"reward model, {sum(p.numel() for p in model.parameters())} weights: ranks the right "
           f"answer above the wrong in {right.float().mean():.3f} of {len(pairs)} held-out pairs")

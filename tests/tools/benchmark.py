@@ -45,7 +45,6 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 import torch.profiler
@@ -182,12 +181,12 @@ def settings_of(folder, flags=()):
 
 
 def read_batch(settings):
-    """-> tokenizer, the batch. AutoTokenizer would give every Qwen2 the words of Qwen2."""
+    """-> tokenizer, Batch. AutoTokenizer would give every Qwen2 the words of Qwen2."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
     problems = load_problems(settings.data)[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem, settings.system_prompt)
                for problem in problems]
-    return tokenizer, SimpleNamespace(problems=problems, prompts=prompts)
+    return tokenizer, train.Batch(problems, prompts)
 
 
 def coin_toss(completions, answer, **columns):
@@ -212,8 +211,7 @@ def ours(settings, policy, tokenizer, batches, job):
                             tokenizer=tokenizer, sampler=train.sample_groups, reward_of=reward_of)
     for batch in batches:
         start = now()
-        with patch.object(train, "problems_of_step", lambda *_, b=batch: (b.problems, None)):
-            metrics, rollout = train.train_step(parts, 1, s)
+        metrics, rollout = train.train_step(parts, batch, s)
         end = now()
         lengths = rollout.mask.sum(dim=1).tolist()
         steps.append((end[0] - start[0], end[1] - start[1], metrics["seconds_sampling"], lengths))

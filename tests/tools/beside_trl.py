@@ -82,14 +82,14 @@ def train_by_trl(s):
     from trl import GRPOConfig, GRPOTrainer
 
     s.fast = False                                       # a plain model of transformers
-    parts = train.load_to_evaluate(s)
-    if parts.problems is None:
+    parts = train.load(s, to_train=False)                # TRL has its own reference, and optimizer
+    if not parts.problems:
         parts.problems = train.checked_problems("--data", s.data, parts.tokenizer, s)
     rows = []                                            # in train.py's order
     for step in range(1, s.steps + 1):
-        problems, _ = train.problems_of_step(parts, step, s)
-        prompts = train.prompts_of(parts, problems, s)
-        rows += [{**problem, "prompt": prompt} for problem, prompt in zip(problems, prompts)]
+        batch = train.batch_of_step(parts, step, s)
+        rows += [{**problem, "prompt": prompt}
+                 for problem, prompt in zip(batch.problems, batch.prompts)]
 
     class AsHere(TrainerCallback):
         """Rates and evaluations of train.py."""

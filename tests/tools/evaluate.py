@@ -4,71 +4,76 @@
     python tests/tools/evaluate.py MODEL --eval-limit 0        # a model or a run's folder: all of
     python tests/tools/evaluate.py RUN --against OTHER         # the problems; greedy answers of two
 
-Behind MODEL the flags of train.py; a run's policy is asked as in its run. Of sampled answers it
-prints pass@k, maj@k, and of your own rewards the best of k.
+Behind MODEL stand flags of train.py that do not only train; a run's policy is asked as in its run.
+Of sampled answers it prints pass@k, maj@k, and of your own rewards the best of k.
 """
 import argparse
 import math
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import multimode
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import train  # noqa: E402
+TOOLS = Path(__file__).resolve().parent
+if __name__ == "__main__":  # a reward may import another evaluate; Ctrl-C ends this at once
+    sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != TOOLS]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path.insert(0, str(TOOLS.parents[1]))
+import train  # noqa: E402  # first: it sets what torch reads when it is imported
 from reward import BadInput, accepted, blame, canonical, extract_boxed, groups_of  # noqa: E402
 from train import column, compared, flag_of, print0, reward_names, with_error  # noqa: E402
 
+# The flags of train.py that say what is asked, and how: others only train
+ASKED = """model data eval_data question_field answer_field system_prompt template_args reward
+reward_weights step_reward reward_model reply max_turns prompts_per_step group_size max_new_tokens
+temperature fast eval_limit seed device dtype threads config""".split()
+
 
 def main(words):
-    """-> exit status: 0 done; 2 bad input, one line on standard error."""
-    try:
+    """The words of a command line -> exit status: 0 done; 2 bad input, one line of it."""
+    with train.in_one_line("evaluate.py", train.Run()):
         s, against = parse(words)
         train.join_ranks(s)
-        s = train.on_rank_0(lambda: train.settings_of_device(s)[0])
-        parts = train.load_to_evaluate(s)
+        s = train.on_rank_0(train.plan_memory, s, False)
+        parts = train.load(s, to_train=False)
         if against:
             print_comparison(parts, s, against)
         else:
             print_figures(parts, s)
         train.leave_ranks(0)
         return 0
-    except Exception as error:
-        fault = train.line_of(error)
-        if not fault:
-            raise
-    print(f"evaluate.py: {fault}", file=sys.stderr)
     return 2
 
 
 def parse(words):
     """The words of a command line -> Settings, the folder of the other policy or ""."""
-    parser = argparse.ArgumentParser(
-        usage="evaluate.py [MODEL] [--against OTHER] [flags of train.py]", allow_abbrev=False)
-    parser.add_argument("--against", default="", help="another policy, asked the same problems")
-    asked, words = parser.parse_known_args(list(map(str, words)))
-    source = None
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.error = train.refuse_flags
+    parser.add_argument("--against", default="", type=os.path.expanduser, metavar="OTHER")
+    own, words = parser.parse_known_args(list(map(str, words)))
     if words and not words[0].startswith("-"):
         words.insert(0, "--model")
-        source = config_of(words[1])
     flags = train.parse_flags(words)
+    for name in sorted(flags.keys() - ASKED):
+        raise BadInput(f"{flag_of(name)}: does nothing in an evaluation")
+    source = config_of(flags.get("model"))
     if source and "config" not in flags:
         config = train.read_config(source)
         for name in train.code_in(config, flags):
             raise BadInput(f"{flag_of(name)}: {source} names code, {config[name]}; to run it, name "
                            "it in the command, too")
         words += ["--config", source]
-    return train.parse(words), train.final_of(asked.against)
+    return train.parse(words), train.final_of(own.against)
 
 
 def config_of(folder):
     """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
     path = Path(str(folder))
     run = path.parent if path.name in ("final", "best") else path
-    is_run = (run / "metrics.jsonl").is_file() and (run / "config.json").is_file()
-    return f"{run}/config.json" if is_run else None
+    return f"{run}/config.json" if (run / "metrics.jsonl").is_file() else None
 
 
 def print_figures(parts, s):
@@ -78,7 +83,8 @@ def print_figures(parts, s):
     _, rows = train.evaluate(parts, s, G, s.temperature)
     print_means(s.model, greedy, f"{G} samples of each at temperature {s.temperature}", rows)
     truths = train.truths_of(parts.eval_problems)
-    final = groups_of([extract_boxed(row["answer"]) for row in rows], G)
+    # An answer whose prompt opened its reasoning, which was cut in there, has no vote.
+    final = groups_of([row.get("boxed") and extract_boxed(row["answer"]) for row in rows], G)
     names = ["right"] * has_boxes(greedy + rows) + reward_names(rows) * bool(parts.reward_of)
     powers = [k for k in range(1, G) if k.bit_count() == 1]
     for k in [*powers, G]:  # 1, 2, 4, 8 … G
@@ -92,20 +98,29 @@ def print_figures(parts, s):
 
 def print_comparison(parts, s, against):
     """Greedy answers of both policies: their figures, what was gained and lost."""
-    with blame(f"--against {against}:"):  # its template and its length may not fit
-        other = train.load_to_evaluate(replace(s, model=against))
+    other = with_policy(parts, s, against)
     source = config_of(against)
-    if source:  # its run may have asked otherwise
-        trained = train.Settings(**train.read_config(source))
-        for name in "system_prompt template_args max_new_tokens reply max_turns".split():
-            if getattr(trained, name) != getattr(s, name):
-                print0(f"--against {against}: asked with {flag_of(name)} {getattr(s, name)!r}, "
-                       f"its run had {getattr(trained, name)!r}")
+    trained = train.Settings(**train.read_config(source)) if source else s
+    for name in "system_prompt template_args max_new_tokens reply max_turns".split():
+        now, then = getattr(s, name), getattr(trained, name)
+        if now != then:
+            print0(f"--against {against}: asked with {flag_of(name)} {now!r}, its run had {then!r}")
     _, after = train.evaluate(parts, s)
     _, before = train.evaluate(other, s)
     print_means(s.model, after, against, before)
     for name in reward_names(after) + ["right"] * has_boxes(after + before):
         print0(f"{name:25} {compared(before, after, name)}")
+
+
+def with_policy(parts, s, against):
+    """The parts with the other policy. BadInput: its template or its length does not fit."""
+    other = replace(s, model=against)
+    with blame(f"--against {against}:"):
+        policy, tokenizer = train.load_policy(other)
+    with train.checking_prompts(f"--against {against}", tokenizer, other) as check:
+        for problem in parts.eval_problems:
+            check(problem)
+    return replace(parts, policy_model=train.shard(policy, s, samples=True), tokenizer=tokenizer)
 
 
 def print_means(model, rows, title, others):
@@ -149,8 +164,8 @@ def majority_at_k(answers, truths, k):
         winners = multimode(votes)
         right = set(winners).intersection(map(canonical, accepted(truth)))
         shares.append(len(right) / max(len(winners), 1))
-    return torch.tensor(shares, dtype=torch.float64)
+    return train.torch.tensor(shares, dtype=train.torch.float64)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    train.as_command(main)

@@ -147,16 +147,17 @@ def updates(policy, tokenizer, s):
                             reward_of=None)
     found = []
 
-    def counted(parts, rollout, settings, step=train.gradient_step):
+    def counted(parts, rollout, settings, is_first, step=train.gradient_step):
         with counting() as count:
-            metrics = step(parts, rollout, settings)
+            metrics = step(parts, rollout, settings, is_first)
         found.append(dataclasses.replace(count(), rows=len(rollout.responses)))
         return metrics
 
     with patch.object(train, "gradient_step", counted):
         for step in (1, 2):                                  # in the first one things are made
             found.clear()
-            train.train_step(parts, step, s)
+            batch = train.batch_of_step(parts, step, s)
+            train.train_step(parts, batch, s)
     return found
 
 
@@ -201,6 +202,7 @@ def one_step(policy, reference, optimizer, size, s):
     tokenizer = word_tokenizer(size["vocab"])
     questions = random_questions(size | {"prompts": s.prompts_per_step})
     problems = [{"question": question, "answer": "0"} for question in questions]
+    batch = train.Batch(problems, questions)
 
     def sampler(*given):
         rollout = sample.sample_groups(*given)
@@ -215,9 +217,7 @@ def one_step(policy, reference, optimizer, size, s):
 
     parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
                             tokenizer=tokenizer, sampler=sampler, reward_of=reward_of)
-    with (patch.object(train, "problems_of_step", lambda *_: (problems, None)),
-          patch.object(train, "prompts_of", lambda *_: questions)):
-        metrics, _ = train.train_step(parts, 1, s)
+    metrics, _ = train.train_step(parts, batch, s)
     return metrics
 
 

@@ -4,7 +4,6 @@
 """
 import html
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -16,9 +15,6 @@ import train  # noqa: E402
 from sample import words_of  # noqa: E402
 from train import best_step, change_of, curves_of, example_of, points_and_steps  # noqa: E402
 
-# Marks that turn a line around, controls, halves of surrogate pairs
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-                    "\ud800-\udfff]")
 STYLE = """
 :root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
 @media (prefers-color-scheme: dark) { :root { --up: 110 168 255; --down: 255 159 67 } }
@@ -60,7 +56,7 @@ def main(folder):
     folder = Path(folder)
     policy = folder / ("final" if (folder / "final").is_dir() else "best")
     flags = "--config", folder / "config.json", "--model", policy
-    s, _ = train.settings_of_device(train.parse(flags))
+    s = train.plan_memory(train.parse(flags), to_train=False)
     model, tokenizer = train.load_policy(s)
     sections = ""
     run = run_of(folder)
@@ -77,14 +73,15 @@ def main(folder):
 
 def tinted_groups(run):
     """The groups in samples.jsonl that have token ids."""
-    return [record for record in run.records("samples.jsonl") if "input_ids" in record]
+    groups = train.records_in(run.folder, "samples.jsonl")
+    return [group for group in groups if "input_ids" in group]
 
 
 def run_of(folder):
     """The Run that its folder tells of."""
     run = train.Run()
-    run.name, run.folder = str(folder), folder
-    run.read_metrics()
+    run.folder = folder
+    run.read_metrics(train.records_in(folder, "metrics.jsonl"))
     return run
 
 
@@ -98,7 +95,7 @@ def page_of(run, sections, s):
     _, title, points = curves[0]
     first = points[0][1]
     step, last = points[-1]
-    rows = run.first_and_last()
+    rows = train.first_and_last(run)
     before, after = example_of(*rows)
     changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
                if metric.startswith("eval_")]
@@ -113,9 +110,9 @@ first and of the last {n} steps. What is 0 throughout is left out.</p>
 <h2>The held-out problem that gained most</h2>
 <p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
 <div class="two">
-<section><h3>before <small>reward {before["reward"]:.3g}</small></h3>
+<section><h3>before <small>reward {number(before["reward"])}</small></h3>
 <pre>{escape(before["answer"])}</pre></section>
-<section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
+<section><h3>after {step:g} steps <small>reward {number(after["reward"])}</small></h3>
 <pre>{escape(after["answer"])}</pre></section></div>
 <h2>The groups it learned from</h2>
 <p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub>
@@ -160,6 +157,10 @@ def section_of(group, answers, moved, tokenizer):
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
         tokens = is_answer.nonzero()[:, 0]
+        if len(tokens) == 0:  # no reward applies to it: it is not trained on
+            text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r –</span>'
+                     f'<p dir="auto">{escape(str(group["responses"][n]))}</p></div>')
+            continue
         # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
         words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
@@ -181,9 +182,14 @@ def section_of(group, answers, moved, tokenizer):
     return text + "</section>"
 
 
+def number(reward):
+    """A reward, or a dash where none applies."""
+    return "–" if reward is None else f"{reward:.3g}"
+
+
 def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
+    return html.escape(sample.printable(text))
 
 
 if __name__ == "__main__":

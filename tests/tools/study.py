@@ -50,7 +50,6 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = ROOT / "tests" / "real" / "real_reward.py"
@@ -291,7 +290,7 @@ def run_one(output, arm, seed, steps, real=""):
 
     train.step_metrics = with_more
     if arm.imitates:
-        train.ADVANTAGES["group"] = lambda x, *_: imitate(x.rewards)
+        train.ADVANTAGES["group"] = imitate
     if arm.answers != "its own":
         train.answers_and_rewards = others
     if arm.sampled_at:
@@ -356,19 +355,18 @@ class OtherAnswers:
         self.untrained = None
         self.kept = None
 
-    def __call__(self, policy, parts, problems, generators, s):
+    def __call__(self, policy, parts, batch, s, sampler):
         if s.temperature == 0:                               # an evaluation
-            return self.answer(policy, parts, problems, generators, s)
+            return self.answer(policy, parts, batch, s, sampler)
         self.untrained = self.untrained or copy.deepcopy(policy)
         if self.whose == "kept":
             return self.kept_ones(parts, s)
         if self.whose == "worked":
-            parts = SimpleNamespace(**vars(parts) | {"sampler": self.worked(problems)})
-        found = self.answer(self.untrained, parts, problems, generators, s)
+            sampler = self.worked(batch)
+        found = self.answer(self.untrained, parts, batch, s, sampler)
         if self.count_own:
             start = time.process_time()
-            parts = SimpleNamespace(**vars(parts) | {"sampler": self.train.sample_groups})
-            own, _ = self.answer(policy, parts, problems, generators, s)
+            own, _ = self.answer(policy, parts, batch, s, self.train.sample_groups)
             right = self.train.reward.is_right(own.rule_rewards)
             self.accuracy = {"accuracy": float(right.double().mean())}
             self.seconds += time.process_time() - start
@@ -378,8 +376,9 @@ class OtherAnswers:
         """Half a step's rows, all right: of what the untrained policy draws in a whole run."""
         take = self.train.take
         if not self.kept:
-            asked = [self.train.problems_of_step(parts, n, s) for n in range(1, s.steps + 1)]
-            drawn = [self.answer(self.untrained, parts, *some, s)[0] for some in asked]
+            batches = [self.train.batch_of_step(parts, n, s) for n in range(1, s.steps + 1)]
+            drawn = [self.answer(self.untrained, parts, batch, s, parts.sampler)[0]
+                     for batch in batches]
             right = [take(some, (some.rewards >= 1).nonzero().flatten()) for some in drawn]
             self.kept = functools.reduce(self.train.sample.joined, right)
             n = len(self.kept.responses)
@@ -390,12 +389,12 @@ class OtherAnswers:
         rows = list(itertools.islice(self.order, n_rows))
         return take(self.kept, rows), {"seconds_sampling": 0, "seconds_scoring": 0}
 
-    def worked(self, problems):
+    def worked(self, batch):
         """A sampler that gives each problem's own solution, as the tiny policy writes them."""
         def sampler(model, tokenizer, prompts, group_size, *_):
             sample = self.train.sample
             rows = []
-            for problem in problems:
+            for problem in batch.problems:
                 lines = problem["solution"].splitlines() + [f"\\boxed{{ {problem['answer']} }}"]
                 ids = sample.ids_of(tokenizer, " , ".join(lines) + " " + tokenizer.eos_token)
                 rows += group_size * [(ids, [-1.0] * len(ids))]    # log-probs nobody reads
@@ -453,8 +452,8 @@ def real_exam(train, config, model=None, samples=64):
     """Right answers of a model to all held-out problems of a task, greedy and sampled, pass@k."""
     given = ["--model", str(model)] if model else []
     settings = train.parse(["--eval-limit=0", "--config", config, *given])
-    settings, _ = train.settings_of_device(settings)
-    parts = train.load_to_evaluate(settings)
+    settings = train.plan_memory(settings, to_train=False)
+    parts = train.load(settings, to_train=False)
     found = {"samples": samples, "dtype": settings.dtype}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)

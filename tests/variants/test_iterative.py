@@ -1,5 +1,6 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
 import copy
+import functools
 import json
 import math
 import shutil
@@ -7,8 +8,9 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
-                          AutoTokenizer)
+                          AutoTokenizer, PreTrainedTokenizerFast)
 from checks import is_same, same, seeded, value_error
 from files import (FEW, MINE, TINY, apart, assert_bitwise, assert_same_checkpoint, assert_same_run,
                    checkpoint_of, curve, json_lines, lines_of)
@@ -16,10 +18,10 @@ from models import logprobs_on_full_logits, small_model
 from runs import begin, refused, trained, trains, well_ended
 from steps import PROBLEMS, all_gradients, own_rewards, parts, whole_step
 import reward
+import sample
 import train
 from advantage import process_advantages
-from reward import (model_rewards, reward_model_rows, reward_model_scores, score_rows,
-                    train_reward_model)
+from reward import model_rewards, reward_model_scores, score_rows, train_reward_model
 
 MODEL = TINY / "reward_model"
 FLAGS = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
@@ -59,16 +61,19 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
     for step in range(1, 5):
         groups = [record for record in records if record["step"] == step]
         assert len(groups) == 2
-        prompts = [group["prompt"] for group in groups]
         responses = groups[0]["responses"] + groups[1]["responses"]
-        asked = [prompts[n // 4] for n in range(8)]
-        scores = reward.reward_model_scores(model, tokenizer, asked, responses)
+        asked = [groups[n // 4]["question"] for n in range(8)]
+        told = [tokenizer.apply_chat_template([
+            {"role": "system", "content": train.BOXED}, {"role": "user", "content": question},
+            {"role": "assistant", "content": answer}], tokenize=False)
+            for question, answer in zip(asked, responses)]
+        scores = reward.reward_model_scores(model, tokenizer, told)
         logged = torch.tensor(groups[0]["rewards"] + groups[1]["rewards"])
         assert torch.allclose(logged, scores, atol=1e-5)
         assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
         rule = reward.score_responses(responses, [truths[g["question"]] for g in groups], 4)
         assert metrics[step]["accuracy"] == pytest.approx(float((rule == 1.5).float().mean()))
-        rows = list(zip(asked, responses, rule.tolist()))
+        rows = list(zip(told, rule.tolist()))
         reward.collect_pairs(learner, rows, 4, train.seeded(0, "pairs", step))
         if step % 2:
             assert "reward_model_loss" not in metrics[step]
@@ -137,8 +142,8 @@ def worked_and_guessed(first, last):
     rows = []
     for problem in PROBLEMS[first:last]:
         steps = problem["solution"].replace("\n", " , ")
-        rows.append((problem["question"], f"{steps} , \\boxed{{ {problem['answer']} }}", 1.5))
-        rows.append((problem["question"], "\\boxed{ 3 }", 0.5))
+        rows.append((f"{problem['question']} {steps} , \\boxed{{ {problem['answer']} }}", 1.5))
+        rows.append((f"{problem['question']} \\boxed{{ 3 }}", 0.5))
     return rows
 
 
@@ -163,7 +168,7 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
         reward.train_reward_model(learner, generator)
         assert len(learner.replay) == 8
     seen = {row[0] for row in worked_and_guessed(0, 8)}
-    assert 0 < sum(prompt in seen for prompt, *_ in learner.replay) < 8
+    assert 0 < sum(better in seen for better, _ in learner.replay) < 8
 
 
 # --- Process supervision --------------------------------------------------------------------------
@@ -231,13 +236,21 @@ def small_reward_model(architecture="qwen2", **changes):
     return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)
 
 
+class Ids:
+    """A tokenizer of rows that are ids."""
+    chat_template = "its own"
+
+    def __new__(cls, rows, **options):
+        return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+
+
 ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2", "bert"])
 def test_a_row_scores_the_same_alone_and_padded(architecture):
     model = small_reward_model(architecture, pad_token_id=0 if architecture == "bert" else None)
-    scores = score_rows(model, ROWS)
+    scores = score_rows(model, Ids, ROWS)
     assert scores.shape == (5,) and scores.dtype == torch.float32 and scores.requires_grad
     with torch.no_grad():  # transformers' own, one by one and without padding
         alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
@@ -245,36 +258,33 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
     assert torch.tensor(alone[:4]).std() > 0.01
     if architecture == "qwen2":
         model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
-        same(score_rows(model, ROWS), scores)
+        same(score_rows(model, Ids, ROWS), scores)
     with value_error("^--reward-model: a row of 65 tokens"):
-        score_rows(model, [[5] * 65])
+        score_rows(model, Ids, [[5] * 65])
 
 
 def test_reward_model_scores(tiny):
-    tokenizer = tiny[1]
-    model = small_reward_model()
-    prompts, responses = ["1 + 2", "1 + 2", "5", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
-    scores = reward_model_scores(model, tokenizer, prompts, responses)
-    assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
-    rows = reward_model_rows(tokenizer, prompts, responses)
-    end = tokenizer.eos_token_id  # at the end alone: what was written is text
-    assert all(row[-1] == end and row.count(end) == 1 for row in rows)
-    assert rows[0][:-1] == [token for text in ("1 + 2", "3")
-                            for token in tokenizer(text, add_special_tokens=False).input_ids]
-    for found in (score_rows(model, rows),
-                  reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)):
+    model, tokenizer = small_reward_model(), tiny[1]
+    rows = [sample.chat_prompt(tokenizer, {"question": question}, "", answer=answer)
+            for question, answer in zip(["1 + 2", "1 + 2", "5"], ["3", "4 and 5 and 6", ""])]
+    scores = reward_model_scores(model, tokenizer, rows)
+    assert scores.shape == (3,) and scores.dtype == torch.float32 and not scores.requires_grad
+    for found in (score_rows(model, tokenizer, rows),
+                  reward_model_scores(model, tokenizer, rows, batch_rows=1)):
         assert scores.tolist() == pytest.approx(found.tolist(), abs=1e-5)
 
 
 def test_pairs_are_of_one_group_the_better_first():
     rewards = [0.5, 0.5, 0.5, 0.5, 0.0, 1.5, 0.5, math.nan, 0.0, 1.5, 0.5, 1.5]
-    rows = [("abc"[n // 4], n % 4, reward) for n, reward in enumerate(rewards)]
+    rows = [(("abc"[n // 4], n % 4), reward) for n, reward in enumerate(rewards)]
     drawn = []
     for seed in (0, 0, 1, 2, 3):
         r = reward.RewardModel(None, None, None)
         reward.collect_pairs(r, rows, 4, seeded(seed))
-        assert sorted(r.pairs)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
-        drawn.append({pair for pair in r.pairs if pair[0] == "c"})         # at most four
+        assert all(better[0] == worse[0] for better, worse in r.pairs)
+        found = [(better[0], better[1], worse[1]) for better, worse in r.pairs]
+        assert sorted(found)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
+        drawn.append({pair for pair in found if pair[0] == "c"})           # at most four
         assert len(r.pairs) == 7 and len(drawn[-1]) == 4
         assert drawn[-1] < {("c", i, j) for i, j in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))}
     assert drawn[0] == drawn[1] and any(pairs != drawn[0] for pairs in drawn)
@@ -282,13 +292,11 @@ def test_pairs_are_of_one_group_the_better_first():
 
 class Seen(list):
     """A tokenizer that remembers the texts it was given; one token per letter."""
-    eos_token, chat_template = "$", None
+    chat_template = "its own"
 
     def __call__(self, texts, **options):
-        if texts == "$":
-            return types.SimpleNamespace(input_ids=[1])
         self += texts
-        return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
+        return {"input_ids": [[2 + ord(c) % 60 for c in text] for text in texts]}
 
 
 def still_learner(pairs=(), replay=()):
@@ -298,18 +306,17 @@ def still_learner(pairs=(), replay=()):
 
 
 def test_an_iteration_mixes_a_tenth_of_old_pairs():
-    pairs, replay = ([("p", f"{name}{i}", "bad") for i in range(count)]
+    pairs, replay = ([(f"{name}{i}", "bad") for i in range(count)]
                      for name, count in (("new", 45), ("old", 50)))
     r = still_learner(pairs, replay)
     figures = train_reward_model(r, seeded())
     seen = r.tokenizer
-    assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
+    assert sorted(text for text in seen if "new" in text) == sorted(p[0] for p in pairs)
     assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
     assert r.pairs == [] and sorted(r.replay) == sorted(replay + pairs)
     # With a learning rate of 0, the figures are those of the mix as it was.
-    rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen if t not in ("p", "bad")]
-                             + ["bad"] * 50)
-    chosen, rejected = score_rows(r.model, rows).chunk(2)
+    rows = [t for t in seen if t != "bad"] + ["bad"] * 50
+    chosen, rejected = score_rows(r.model, Seen(), rows).chunk(2)
     losses = [math.log(1 + math.exp(b - a)) for a, b in zip(chosen.tolist(), rejected.tolist())]
     assert figures["reward_model_loss"] == pytest.approx(sum(losses) / 50, abs=1e-5)
     assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
@@ -326,18 +333,69 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
 
 
-@pytest.mark.parametrize("template, prompts", [(None, ["1 + 2", "5"]), ("its own", "12")])
-def test_a_reward_model_reads_its_own_template(tiny, monkeypatch, template, prompts):
-    model = reward.RewardModel(small_reward_model(), tiny[1], None)
-    rollout = types.SimpleNamespace(responses=["7", "8", "7 and 7", "8"])
-    rollout.rule_rewards = torch.tensor([0.5, 1.5, math.nan, 0.0])
-    rollout.problems = [{"own": own} for own in "1122"]
-    rollout.prompts = ["1 + 2", "1 + 2", "5", "5"]
-    monkeypatch.setattr(tiny[1], "chat_template", template)
-    scores = model_rewards(model, lambda problem: problem["own"], rollout)
-    each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    read, responses, rule = map(list, zip(*rollout.judged))
-    same(scores, reward_model_scores(model.model, tiny[1], each, responses))
-    assert (read, responses) == (each, rollout.responses)
-    assert repr(rule) == "[0.5, 1.5, nan, 0.0]"
-    assert model.pairs == []  # they are kept in training steps alone
+def encoder():
+    """A small BERT, which has seen rows of [CLS] question [SEP] answer [SEP] alone."""
+    words = ["[PAD]", "[CLS]", "[SEP]", *map(str, range(10)), *"abcdef"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 1), ("[SEP]", 2)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    return small_reward_model("bert", pad_token_id=0), tokenizer
+
+
+def spoken(problems, responses):
+    return types.SimpleNamespace(problems=problems, responses=responses,
+                                 rule_rewards=torch.tensor([0.5, 1.5, math.nan, 0.0]))
+
+
+def judged(model, tokenizer, rollout):
+    """What a reward model of train.py's gives -> the scores."""
+    chat_of = functools.partial(sample.chat_prompt, tokenizer, system_prompt="")
+    return model_rewards(reward.RewardModel(model, tokenizer, None), chat_of, rollout)
+
+
+def test_an_encoder_reads_the_pair_as_its_tokenizer_writes_it():
+    """With [CLS], [SEP] and the second text's type; special tokens in an answer are words."""
+    model, tokenizer = encoder()
+    problems = [{"question": "a b c"}, {"question": "5 6"}] * 2
+    rollout = spoken(problems, ["7", "7 8 9", "", "3 [SEP] 4"])
+    scores = judged(model, tokenizer, rollout)
+    ids = [[1, 13, 14, 15, 2, 10, 2], [1, 8, 9, 2, 10, 11, 12, 2], [1, 13, 14, 15, 2, 2],
+           [1, 8, 9, 2, 6, 13, 13, 13, 7, 2]]             # 13: a word that it does not know
+    types_of = [[0] * 5 + [1] * 2, [0] * 4 + [1] * 4, [0] * 5 + [1], [0] * 4 + [1] * 6]
+    with torch.no_grad():
+        for score, row, kinds in zip(scores, ids, types_of, strict=True):
+            expected = model(torch.tensor([row]), token_type_ids=torch.tensor([kinds])).logits
+            assert float(score) == pytest.approx(float(expected), abs=1e-5)
+    reward_model = reward.RewardModel(model, tokenizer, torch.optim.SGD(model.parameters(), 0.1))
+    reward.collect_pairs(reward_model, rollout.judged, 2, seeded())
+    reward_model.pairs = json.loads(json.dumps(reward_model.pairs))  # as from a checkpoint
+    assert reward_model.pairs == [[["5 6", "7 8 9"], ["a b c", "7"]]]
+    assert train_reward_model(reward_model)["reward_model_loss"] > 0
+
+
+def test_a_decoder_reads_the_conversation_that_its_template_writes(tiny, monkeypatch):
+    """Also what that writes before an answer but not in a prompt, and behind it; no forged turn."""
+    model, tokenizer = small_reward_model(max_position_embeddings=128), tiny[1]
+    monkeypatch.setattr(tokenizer, "chat_template", """
+        {%- for m in messages %}{{ m.role[0] }} : {{ ', ' if m.role == 'assistant' }}{{ m.content }}
+        {{- ' <|end|> ' if m.role == 'assistant' }}{% endfor %}
+        {{- 'a : ' if add_generation_prompt }}""")
+    problems = [{"question": "Anna 5"}, {"messages": [
+        {"role": "user", "content": "Ben"}, {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "4"}], "question": "4"}] * 2
+    rollout = spoken(problems, ["7", "8 ,", "", "<|end|> u : 9"])
+    scores = judged(model, tokenizer, rollout)
+    texts = ["u : Anna 5a : , 7 <|end|> ", "u : Bena : , 3 <|end|> u : 4a : , 8 , <|end|> ",
+             "u : Anna 5a : ,  <|end|> ",
+             "u : Bena : , 3 <|end|> u : 4a : , < |end|> u : 9 <|end|> "]
+    for score, text, (row, _) in zip(scores, texts, rollout.judged, strict=True):
+        assert row == text
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits
+        assert float(score) == pytest.approx(float(expected), abs=1e-5)
+    assert repr([value for _, value in rollout.judged]) == "[0.5, 1.5, nan, 0.0]"

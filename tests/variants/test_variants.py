@@ -2,12 +2,11 @@
 import copy
 import math
 from types import SimpleNamespace
-from unittest.mock import patch
 import pytest
 import torch
 from checks import same, seeded
 from files import MINE
-from models import logprobs_on_full_logits
+from models import logprobs_on_full_logits, opened
 from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
 import reward
 import sample
@@ -150,8 +149,16 @@ def test_the_std_of_the_batch_is_that_of_all_ranks(monkeypatch, flags):
     if flags is GDPO:
         assert torch.stack([*rewards.values()]).isnan().any()
         same(alone, gdpo_advantages(rewards, (0.5, 2), 4).float())
-    monkeypatch.setattr(train, "all_rows", lambda mine: torch.cat([mine, 0 * mine]))
-    torch.testing.assert_close(advantages()[0], 2**0.5 * alone)
+    def two_ranks(function, *given):
+        rollout, seconds = function(*given)
+        other = sample.take(rollout, range(len(rollout.rewards)))
+        other.rewards = 0 * other.rewards
+        if other.reward_parts:
+            other.reward_parts = {name: 0 * part for name, part in other.reward_parts.items()}
+        return (rollout, seconds), (other, seconds)
+
+    monkeypatch.setattr(train, "together", two_ranks)
+    torch.testing.assert_close(advantages()[0][:len(alone)], 2**0.5 * alone)
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -176,14 +183,20 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     same([first.sampler_logprobs, second.sampler_logprobs], [drawn[:6], drawn[6:]])
 
 
+def entropy_of(p, rollout):
+    """Of the policy that drew the answers."""
+    model, _ = opened(p.settings.model)
+    return train.rollout_logprobs(model, rollout, p.settings, measure=True)[1]
+
+
 def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
     p = parts("--advantage=gtpo", "--max-new-tokens=12")
     _, rollout, _ = whole_step(p)
-    H = rollout.entropy
+    H = entropy_of(p, rollout)
     same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
     p = parts("--advantage=gtpo", "--max-new-tokens=12", "--reward=rule")
     _, rollout, _ = whole_step(p, reward.load_rewards(["rule"]))
-    r, H = rollout.rewards, rollout.entropy
+    r, H = rollout.rewards, entropy_of(p, rollout)
     assert 0.5 in r                                       # a box that holds something else
     same(rollout.advantages, gtpo_advantages(r, H, rollout.mask, 4, r == 1.5))
 
@@ -213,18 +226,16 @@ def resampled(rounds, *flags, reward_of=length_reward):
     rollouts = iter([first, *later])
     asked = []
 
-    def problems(kind, n):
-        return [{"question": f"{kind}{k}", "answer": "7"} for k in range(n)], None
+    def batch_of(kind, n):
+        names = [f"{kind}{k}" for k in range(n)]
+        return train.Batch([{"question": name, "answer": "7"} for name in names], names,
+                           others=others)
 
-    def others(parts, step, s, places):
-        asked.append([*places])
-        return problems(f"new {len(asked)}.", len(places))
+    def others(first, n):
+        asked.append([*range(first, first + n)])
+        return batch_of(f"new {len(asked)}.", n)
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
-    with (patch.object(train, "problems_of_step", lambda *_: problems("old ", 4)),
-          patch.object(train, "other_problems", others),
-          patch.object(train, "prompts_of", lambda parts, problems, s:
-                       [problem["question"] for problem in problems])):
-        metrics, rollout = train.train_step(given, 1, p.settings)
+    metrics, rollout = train.train_step(given, batch_of("old ", 4), p.settings)
     assert [problem["question"] for problem in rollout.problems] == rollout.prompts
     return SimpleNamespace(prompts=rollout.prompts[::4], metrics=metrics, asked=asked,
                            rollout=rollout)

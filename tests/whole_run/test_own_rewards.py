@@ -88,7 +88,8 @@ def test_the_rewards_that_apply_are_summed():
     # A chat template may write the first tag
     tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
     prompts = [train.chat_prompt(tokenizer, problem, "") for problem in ASKED]
-    rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8), prompts=prompts)
+    said = box(7), box(8), "<answer>8</answer>", box(8)
+    rollout = spoken(*(f"8</think>{text}" for text in said), prompts=prompts)
     specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
     rewards = load_rewards(specs, [10.0, 1.0, 100.0, 1000.0])(rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
@@ -215,12 +216,14 @@ def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     (lambda completions, **columns: 1 / 0, ZeroDivisionError),
     (lambda completions, **columns: (c + 1 for c in completions), TypeError),
     (lambda **columns: int("one"), ValueError), (lambda **columns: open("not there"), OSError),
-    (lambda **columns: sys.exit(5), RuntimeError)])
+    (lambda **columns: sys.exit(5), SystemExit)])
 def test_an_error_in_a_reward_stays_as_it_is(scored, function, error):
-    with pytest.raises(error) as raised:
+    """It is the cause of the one that tells whose it is."""
+    with pytest.raises(reward.ForeignError, match="^--reward f ") as raised:
         scored(function)
-    assert type(raised.value) is error or error is OSError
-    assert "test_own_rewards.py" in str(raised.getrepr(chain=True)) or "mood" in str(raised.value)
+    cause = raised.value.__cause__
+    assert isinstance(cause, error)
+    assert "test_own_rewards.py" in str(raised.getrepr(chain=True)) or "mood" in str(cause)
 
 
 def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
@@ -232,29 +235,29 @@ def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "no such file (path/to/file.py:function)"), ("other.py:one", "no such file"),
-    ("notes.txt:f", "no such file"), ("mine.py:three", "has no function 'three'"),
-    ("mine.py:calls", "has no function 'calls'")])
+    ("ours.py", "no such file (path/to/file.py:function)"), ("other.py:one", "no such file"),
+    ("notes.txt:f", "no such file"), ("ours.py:three", "has no function 'three'"),
+    ("ours.py:calls", "has no function 'calls'")])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
-    shutil.copy(MINE, tmp_path)
+    shutil.copy(MINE, tmp_path / "ours.py")
     write(tmp_path / "notes.txt", "f = print")
     write(tmp_path / "broken.py", "\n1 / 0")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
     with value_error(f"^{flag} {spec}: .*{re.escape(reason)}"):
         load_rewards(*given)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(reward.ForeignError) as raised:
         load_rewards(["broken.py:f"])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("name", ["reward", "time"])
-def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
+def test_a_file_is_one_module(tmp_path):
     """Its functions share what it holds, and find its neighbours; what is ours stays as it is."""
     write(tmp_path / "points.py", "points = 5")
     write(tmp_path / "later.py", "points = 1")
     for hidden in ("loss", "json"):
         write(tmp_path / f"{hidden}.py", "1 / 0")
-    spec = write(tmp_path / f"{name}.py", """
+    spec = write(tmp_path / "judged.py", """
         from __future__ import annotations
         import json
         from concurrent.futures import ProcessPoolExecutor

@@ -3,7 +3,7 @@ import html.parser
 import re
 import shutil
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 import pytest
 import torch
 from files import FEW, MINE, TINY
@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     for group in groups:
         assert group["question"] in text and f"true answer: {group['truth']}" in text
     assert ("q",) in shown.tags or REPLY[0] not in more
-    before, after = run.first_and_last()
+    before, after = train.first_and_last(run)
     i = max(range(2), key=lambda i: after[i]["reward"] - before[i]["reward"])
     cards = [before[i]["problem"], before[i]["answer"], after[i]["answer"]]
     assert train.compared(before, after, "right") in text
@@ -171,8 +171,8 @@ def page_with(folder, word):
     run.folder = folder.parent / re.sub("[/\0]", "", word)
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
     rows = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
-    run.first_and_last = lambda: [rows, rows]
-    return page.page_of(run, section(word)[0], settings(*FLAGS))
+    with patch.object(train, "first_and_last", lambda _: [rows, rows]):
+        return page.page_of(run, section(word)[0], settings(*FLAGS))
 
 
 def test_what_a_model_wrote_is_text(folder):

@@ -98,7 +98,7 @@ def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
     assert_same_run(folder, one)
 
 
-STAGES = ("load_held_out", "save_checkpoint", "sampling_model", "gradient_step", "evaluate",
+STAGES = ("load_data", "save_checkpoint", "sampling_model", "gradient_step", "evaluate",
           "leave_ranks")
 fork = multiprocessing.get_context("fork")
 
@@ -122,7 +122,7 @@ def becomes_rank(rank, ranks, port):
 def fails_at(stage, fault, rank, port, log, flags):
     """A rank of two that trains; on rank 1 the first collective of the stage raises the fault."""
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    sys.stderr = os.fdopen(2, "w")
+    sys.stderr = os.fdopen(2, "w", 1)
     becomes_rank(rank, "2", port)
 
     def faulty(real):
@@ -135,7 +135,7 @@ def fails_at(stage, fault, rank, port, log, flags):
 
     for name in ("all_gather_object", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
         setattr(train.dist, name, faulty(getattr(train.dist, name)))
-    for name in ("whole_of", "load_held_out"):             # the latter has none
+    for name in ("whole_of", "load_data"):             # the latter has none
         setattr(train, name, faulty(getattr(train, name)))
     FSDPModule.unshard = faulty(FSDPModule.unshard)
     os._exit(train.main(flags))

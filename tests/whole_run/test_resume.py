@@ -21,9 +21,10 @@ from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_che
                    checkpoint_of, counters_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
                    snapshot)
 from runs import begin, one_line_of, refused, started, trained, trains, well_ended
-from steps import NO_MEMORY, raises, run_in
+from steps import NO_MEMORY, log, raises, run_in
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+import page
 import train
 
 FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
@@ -72,12 +73,13 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
     whole, parts = trained(tmp_path / "whole", *flags), tmp_path / "parts"
     metrics = curve(whole)
 
-    def stopped(run):
-        run.signal = signal.SIGINT * (run.step == len(metrics) - 2)
-        return run.signal
+    def evaluate_if_due(run, *given, real=train.evaluate_if_due):
+        real(run, *given)
+        if run.step == len(metrics) - 2:
+            train.RECEIVED.append(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "stopped", stopped)
+        patch.setattr(train, "evaluate_if_due", evaluate_if_due)
         assert train.main([*flags, f"--output={parts}"]) == 130
     trains(f"--resume={parts}")
     assert_bitwise(parts, whole)
@@ -120,7 +122,7 @@ def own_reward(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault, call, status, said, last", [
-    *((name, 4, status, "step 3", 3)
+    *((name, 4, status, "step 2", 2)
       for name, status in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138),
                            ("SIGUSR2", 140), ("SIGXCPU", 152))),
     ("SIGTERM", 1, 143, "step 0", 0), ("SIGTERM", 5, 143, "step 3", 3),
@@ -128,9 +130,9 @@ def own_reward(tmp_path_factory):
       for call, last in ((1, 0), (4, 2), (5, 3)))])       # of the first evaluation, of another
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
-    """A signal lets the step end, or breaks an evaluation off; an error keeps its traceback.
+    """On what was scored before a signal no step is trained; an error keeps its traceback.
 
-    Neither costs a step, though only the first checkpoint was written before.
+    Neither costs a whole step, though only the first checkpoint was written before.
     """
     folder, handlers = tmp_path / "run", [*map(signal.getsignal, signal.Signals)]
     monkeypatch.chdir(tmp_path)
@@ -140,11 +142,11 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
     if status:
         assert train.main(flags) == status
         out, err = capsys.readouterr()
-        assert "stopping after" in err and "Traceback" not in err
+        assert "stopping" in err and "Traceback" not in err
     else:
-        with pytest.raises(KeyError) as raised:
+        with pytest.raises(train.reward.ForeignError) as raised:
             train.main(flags)
-        out = "\n".join([str(raised.value), *raised.value.__notes__])
+        out = "\n".join([str(raised.value.__cause__), *raised.value.__notes__])
     assert handlers == [*map(signal.getsignal, signal.Signals)]
     assert re.search(said, out) and train.command("train.py", "--resume", str(folder)) in out
     assert counters_of(folder)["step"] == last and not (folder / "final").exists()
@@ -267,13 +269,12 @@ def test_signals_while_a_line_waits_for_its_reader():
         sys.stderr = open(pipe, "w")
         train.survive_closing(sys.stderr)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        run = train.Run()
-        with train.stopping_on_signals(run):
+        with train.listening_to_signals():
             signal.raise_signal(signal.SIGHUP)
             main = threading.get_ident()
             threading.Timer(1, signal.pthread_kill, (main, signal.SIGTERM)).start()
             print("waits", file=sys.stderr)
-            print(run.stopped(), flush=True)
+            print(train.stopped(), flush=True)
             signal.raise_signal(signal.SIGTERM)"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT, stdout=-1)
     assert (done.stdout, done.returncode) == (b"15\n", -signal.SIGTERM)
@@ -344,10 +345,10 @@ def test_a_run_that_moves_goes_on(capsys, monkeypatch, tmp_path):
     shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
-    shutil.copy(MINE, home)
+    shutil.copy(MINE, home / "ours.py")
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
-           "--reward=mine.py:score", "--output=runs/one")
+           "--reward=ours.py:score", "--output=runs/one")
     monkeypatch.chdir("/")
     folder = (home / "runs" / "one").rename(tmp_path / "run")
     steps = iter(range(3, 9))
@@ -357,7 +358,7 @@ def test_a_run_that_moves_goes_on(capsys, monkeypatch, tmp_path):
         capsys.readouterr()
 
     goes_on()
-    for old, new in (("model", "m"), ("train.jsonl", "t.jsonl"), ("mine.py", "his.py")):
+    for old, new in (("model", "m"), ("train.jsonl", "t.jsonl"), ("ours.py", "his.py")):
         (home / old).rename(tmp_path / new)
     flags = []
     for flag in ("--model=m", "--reward=his.py:score", "--data=t.jsonl"):
@@ -418,9 +419,15 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
 
 @pytest.mark.parametrize("spoil", [
     lambda log: log.unlink(), lambda log: log.write_bytes(log.read_bytes()[:500])])
-def test_metrics_that_are_not_whole(capsys, run_folder, spoil):
-    spoil(run_folder / "metrics.jsonl")
-    assert "a log in" in refused(capsys, f"--resume={run_folder}", "--steps=7")
+@pytest.mark.parametrize("name", train.LOGS)
+def test_a_checkpoint_is_enough_to_go_on(capsys, run_folder, name, spoil):
+    """What a log lacks is told in one line, and left out of the last lines and of the page."""
+    spoil(run_folder / name)
+    trains(f"--resume={run_folder}", "--steps=7", "--eval-every=1")
+    out = capsys.readouterr().out
+    assert f"{run_folder}/{name}" in out
+    assert [m["step"] for m in metrics_of(run_folder)][-1] == 7
+    assert page.main(run_folder).exists()
 
 
 def test_factors_of_another_rank_are_not_repeated(capsys, tmp_path):
@@ -473,12 +480,23 @@ def test_a_file_that_may_not_grow_is_told_like_a_full_disk(tmp_path):
     assert done.returncode == 2 and "disk is full" in one_line_of(done.stderr), done.stderr
 
 
+def evaluate_by(monkeypatch, measured):
+    """In place of an evaluation measured(settings, step)."""
+    now = {}
+
+    def evaluate_if_due(run, *given, real=train.evaluate_if_due):
+        now["step"] = run.step
+        real(run, *given)
+
+    monkeypatch.setattr(train, "evaluate_if_due", evaluate_if_due)
+    monkeypatch.setattr(train, "evaluate", lambda parts, s: measured(s, now["step"]))
+
+
 def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path, stopped_by_a_full_disk):
     """best/ is the policy of the best evaluation, here that of step 2, and trains on."""
     scores = {0: 0.25, 1: 0.25, 2: 0.75, 3: 0.75, 4: 0.5}
     row = {"problem": "", "truth": "", "answer": "", "reward": 0.0}
-    monkeypatch.setattr(train, "evaluate", lambda parts, s, run: (
-        {"eval_accuracy": scores[run.step]}, [row] * 4))
+    evaluate_by(monkeypatch, lambda s, step: ({"eval_accuracy": scores[step]}, [row] * 4))
     flags = (*FLAGS, "--steps=4", "--eval-every=1")
     whole = trained(tmp_path / "whole", *flags)
     assert f"best state           {whole}/best, of step 2\n" in capsys.readouterr().out
@@ -501,19 +519,19 @@ def test_the_best_state_after_a_kill_is_of_a_step_that_counts(capsys, monkeypatc
     scores = {0: 0.25, 1: 0.5, 2: 1.0, 3: 0.0, 4: 0.25, 5: 0.125}
     folder, killed = tmp_path / "run", 3
 
-    def measured(parts, s, run):
-        if run.step == killed:
+    def measured(s, step):
+        if step == killed:
             raise KeyboardInterrupt                       # like a kill: nothing is saved
         rows = [{"problem": str(n), "truth": "", "answer": "", "reward": 0.0}
                 for n in range(s.eval_limit)]
-        return {"eval_accuracy": scores[run.step]}, rows
+        return {"eval_accuracy": scores[step]}, rows
 
     def best():
         (name,) = folder.glob("best/step-*")
         assert f"best state           {folder}/best, of {name.name.replace('-', ' ')}\n" in out
         return int(name.name.removeprefix("step-"))
 
-    monkeypatch.setattr(train, "evaluate", measured)
+    evaluate_by(monkeypatch, measured)
     with pytest.raises(KeyboardInterrupt):
         trains(*FLAGS, "--eval-every=1", "--save-every=100", f"--output={folder}")
     assert (folder / "best" / "step-2").exists()
@@ -564,7 +582,7 @@ def test_ten_steps_that_skip_updates_stop_it(capsys, monkeypatch, tmp_path):
     assert [m["step"] for m in metrics_of(folder)] == [*range(14)]
     run = run_in(tmp_path)                                # one now and then does not stop it
     for step in range(21):
-        run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
+        log(run, {"step": step, "skipped_updates": 3 if step % 4 else 0})
 
 
 def test_weights_that_are_not_finite_are_never_saved(capsys, monkeypatch, tmp_path):

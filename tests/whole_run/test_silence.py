@@ -133,7 +133,7 @@ def test_every_way_out_is_an_error_that_costs_no_step(own, tmp_path, kind, way):
             return [{"[]" if kind == "step-reward" else "1.0"} for _ in columns["completions"]]
         """)
     folder = tmp_path / "run"
-    with pytest.raises(RuntimeError, match=WAYS[way]) as caught:
+    with pytest.raises(reward.ForeignError, match=WAYS[way]) as caught:
         train.main([*FLAGS, f"--{kind}={file}:leaves", "--save-every=100", "--max-turns=2",
                     f"--output={folder}"])
     assert str(file) in str(caught.getrepr(abspath=True))  # its file, and its line
@@ -274,18 +274,6 @@ def test_equal_rewards_are_no_certainty():
 
 
 # --- A reward model, conversations ----------------------------------------------------------------
-def test_a_reward_model_reads_what_its_template_writes_behind_an_answer():
-    tokenizer = train.sample.AutoTokenizer.from_pretrained(TINY)
-    rows = reward.reward_model_rows(tokenizer, ["How many ?"], ["9"])
-    tokenizer.chat_template += "{% if not add_generation_prompt %} , , {% endif %}"
-    more, = reward.reward_model_rows(tokenizer, ["How many ?"], ["9"])
-    comma = tokenizer(",", add_special_tokens=False).input_ids
-    assert more == rows[0] + 2 * comma
-    tokenizer.chat_template = None
-    bare, = reward.reward_model_rows(tokenizer, ["How many ?"], ["9"])
-    assert bare[-1] == tokenizer.eos_token_id and len(bare) == 5
-
-
 def test_a_conversation_that_breaks_off_is_not_finished(tiny):
     """Because its first answer is cut, or because no room is left for the next one."""
     prompt = train.chat_prompt(tiny[1], parts().problems[0], "")

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from files import FEW, SHORT, metrics_of
 from runs import trains
-from steps import run_in
+from steps import log, run_in
 import train
 
 
@@ -70,7 +70,7 @@ def test_a_step_late_in_a_long_run_costs_what_an_early_one_does(tmp_path):
         spent = []
         for step in range(n, n + 20):
             begun = time.process_time()
-            run.log({"step": step, **history(1)[0]})
+            log(run, {"step": step, **history(1)[0]})
             train.update_bar(Mock(), run)
             spent.append(time.process_time() - begun)
         return min(spent)
