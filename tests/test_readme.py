@@ -2,15 +2,19 @@
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import shlex
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 import pytest
-from files import MINE, ROOT, metrics_of
+import dates
+from files import MINE, ROOT, TINY, lines_of, metrics_of
 from runs import trains
 import gsm8k_h200
 import study
-import words
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,10 +41,10 @@ def test_every_function_of_the_tables_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--against", "--all", "--bf16", "--controls", "--dist", "--kept", "--micro-batches",
-          "--mugs", "--nnodes", "--nproc-per-node", "--odds", "--only", "--prompts", "--real",
-          "--repeat", "--run", "--seeds", "--shutdown-timeout", "--steps-per-sum", "--threads",
-          "--tiny"}
+OTHERS = {"--against", "--all", "--bf16", "--controls", "--dist", "--folder", "--kept",
+          "--micro-batches", "--mugs", "--nnodes", "--nproc-per-node", "--only", "--only-model",
+          "--prompts", "--real", "--repeat", "--run", "--seeds", "--shutdown-timeout",
+          "--steps-per-sum", "--threads", "--tiny"}
 
 
 def test_every_flag_is_a_flag():
@@ -94,7 +98,7 @@ def test_the_kept_answers_of_the_card_give_the_tables(capsys):
         assert row.replace("|  |  |", "| | |") in RESULTS, row
         assert row.split()[1] in README
     rate, difference = re.search(r"seeds: (\S+ ± \S+), difference (\S+ ± \S+);", out).groups()
-    assert f"| {rate} | {difference} |" in README and f"| {rate} | {difference} |" in RESULTS
+    assert difference in README and f"| {rate} | {difference} |" in RESULTS
     t, p = re.search(r"t = (\S+), p = (\S+)$", out, flags=re.M).groups()
     assert f"Student's t is {t} and its p {p}" in RESULTS
     net, formed = zip(*re.findall(r"(\d+), (\d+)(?:;| $)", out, flags=re.M))
@@ -109,7 +113,7 @@ def test_the_kept_sums_give_the_tables(capsys, monkeypatch):
     study.main()
     out = capsys.readouterr().out
     rows = re.findall(r"^\| .* \| \d \| (0.*) \|$", out, flags=re.M)
-    section = RESULTS[RESULTS.index("## SmolLM2 learns sums"):RESULTS.index("## SmolLM2 learns w")]
+    section = RESULTS[RESULTS.index("## SmolLM2 learns sums"):RESULTS.index("## SmolLM2 learns d")]
     shown = re.findall(r"^\| .* \| \d? ?\| (0.*) \|$", section, flags=re.M)
     for row, told in zip(rows[1:-1], shown, strict=True):    # both ends were asked elsewhere
         greedy, sampled, _, _, pass_8, _ = row.split(" | ")
@@ -119,17 +123,6 @@ def test_the_kept_sums_give_the_tables(capsys, monkeypatch):
     for label in ("GRPO", "online imitation", "self-SFT, several passes", "it ends in time, alone"):
         rates = re.findall(rf"→ {label}, run \d, greedy: .* → (\S+) ±", out)
         assert f"| {', '.join(rate[:4] for rate in rates)} |" in README
-
-
-def test_the_kept_words_give_the_table(capsys):
-    words.main([])
-    found = re.findall(r"\| 38 → (\d+ → \d+) \|", capsys.readouterr().out)
-    told = {"60 on each | 60 on each: 22 gained, 0 lost": ["60 → 60"] * 6,
-            "30 on each | 30 on five, 53 on one": ["30 → 30"] * 5 + ["30 → 53"],
-            "30 to 43 | 30 on four, 31, 39": ["30 → 30", "31 → 30", "32 → 31", "39 → 30",
-                                              "41 → 30", "43 → 39"]}
-    assert [sorted(found[n:n + 6]) for n in (0, 6, 12)] == list(told.values())
-    assert all(f"| 38 | {row} |" in RESULTS for row in told) and len(found) == 18
 
 
 def test_a_stage_imports_no_other_stage():
@@ -165,7 +158,7 @@ def test_the_first_steps_of_the_default_run(tmp_path):
     assert found == pytest.approx(list(map(float, row)), abs=0.01)
     accuracy = start["eval_accuracy"]
     assert re.search(rf"^held-out accuracy +{accuracy:.3g} ▁", README, flags=re.M)
-    assert f"| untrained | {accuracy:.3f} |" in README    # the table of controls
+    assert f"| the tiny policy | {accuracy:.3f} |" in README
     assert last["eval_accuracy"] > 0.8                    # 0.941 was measured
 
 
@@ -173,20 +166,23 @@ def block(language, after, text=README):
     return re.search(rf"```{language}\n(.*?)```", text[text.index(after):], re.DOTALL)[1]
 
 
-def test_ones_own_task_learns(monkeypatch, tmp_path, capsys):
+def test_the_recipe_of_a_task(monkeypatch, tmp_path, capsys):
+    """Its commands run as they stand, here for one step of the tiny policy."""
+    assert block("python", "## A task of your own") in Path(dates.__file__).read_text()
+    monkeypatch.chdir(ROOT)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "mine.jsonl").write_text(block("json", "## Your own task"))
-    (tmp_path / "runs" / "mine.py").write_text(block("python", "## Your own task"))
-    monkeypatch.chdir(tmp_path)
-    command = block("sh", "## Your own task").split()
-    assert command[:2] == ["python", "train.py"]
-    assert train.main([*command[2:], "--output=run"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    for line in block("text", "## Your own task").splitlines():
-        name, low, _, high = re.match(r"(\S+ ?\S+)\s{2,}(\S+) (\S+) (\S+)", line).groups()
-        found, = [shown for shown in out if shown.startswith(name)]
-        numbers = re.findall(r"[\d.]+", found)
-        assert numbers[0] == low and float(numbers[1]) == pytest.approx(float(high), abs=0.05)
+    model, problems, training = (
+        line.replace("runs/", f"{tmp_path}/runs/").split()[1:]
+        for line in block("sh", "## A task of your own").splitlines())
+    assert model[0] == "tests/real/real_model.py" and training[0] == "train.py"
+    subprocess.run([sys.executable, *problems], check=True)
+    row, = map(json.loads, block("json", "## A task of your own").splitlines())
+    assert row in lines_of(Path(problems[1])) and len(lines_of(Path(problems[1]))) == 600
+    few = ["--steps=1", "--eval-limit=4", f"--output={tmp_path}/run", f"--model={TINY}"]
+    assert train.main([*training[1:], *few]) == 0
+    out = capsys.readouterr().out
+    name, = re.findall(r"^held-out \w+", block("text", "## A task of your own"), flags=re.M)
+    assert "540 problems, 4 held out" in out and f"\n{name} " in out
 
 
 def test_the_notebook(monkeypatch, tmp_path, capsys):
@@ -197,6 +193,12 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
     assert len(re.findall(r"-\d+\.\d+", capsys.readouterr().out.splitlines()[-1])) == 3
     assert list(tmp_path.iterdir()) == []                 # without a folder nothing is written
     call = re.search(r"`(train\.train\(.*?\))`", MACHINES)[1]
+    hook = block("python", "Metrics go to W", MACHINES)
+    board = SimpleNamespace(log=lambda line, step: lines.append((step, line["loss"])))
+    names, lines = {"train": train, "wandb": board}, []
+    exec(compile(hook, "MACHINES.md", "exec"), names)
+    names["Watched"]().append("metrics.jsonl", {"step": 2, "loss": 0.5})
+    assert lines == [(2, 0.5)]
     code = re.sub(r"train\.train_grpo\([^)]*\)", call, code).replace("--steps=3", "--output=mine")
     exec(compile(code.replace('"--eval', '"--steps=1", "--eval'), "MACHINES.md", "exec"), {})
     assert (tmp_path / "mine" / "final").is_dir()

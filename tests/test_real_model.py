@@ -1,11 +1,14 @@
 """The tasks of real models: their problems and their rewards."""
+import calendar
 import json
 import re
+import runpy
+import sys
 import pytest
+import dates
 import real_model
 import real_qwen
 import real_reward
-import words
 from files import TINY, lines_of
 import reward
 from train import parse
@@ -109,37 +112,23 @@ def test_the_mean_of_several_runs_is_compared_problem_by_problem(capsys):
     assert "0.750 ± 0.144" in line and "0.250 ± 0.323" in line
 
 
-# --- Words ----------------------------------------------------------------------------------------
-def test_held_out_words_and_truths(tmp_path):
-    configs = words.write_task(tmp_path, tmp_path / "model")
-    train, test, shuffled = (lines_of(tmp_path / f"{name}.jsonl")
-                             for name in ("train", "test", "shuffled"))
-    assert (len(train), len(test), len({p["question"] for p in train + test})) == (320, 60, 380)
-    told, held_out = ([text.split() for (part, _), text in words.WORDS.items() if part == name]
-                      for name in ("train", "test"))
-    pairs = [(a, b) for a in sum(held_out, []) for b in sum(told, [])]
-    assert not [(a, b) for a, b in pairs if a[:5] == b[:5] or a in b or b in a]     # no stem, too
-    assert not set(words.THINGS["train"]) & set(words.THINGS["test"])
-    assert [p["question"] for p in shuffled] == [p["question"] for p in train]
-    same = sum(a["answer"] == b["answer"] for a, b in zip(shuffled, train))
-    assert 120 < same < 200 and sum(p["answer"] == "positive" for p in shuffled) == 160
-    for config in configs:
-        s = parse(["--config", str(config)])
-        assert len(s.reward) == len(s.reward_weights) == 2 and s.eval_data.endswith("test.jsonl")
+# --- Dates ----------------------------------------------------------------------------------------
+def test_dates_are_told_in_four_ways_and_the_true_one_is_paid(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dates.py", str(tmp_path / "dates.jsonl")])
+    runpy.run_path(dates.__file__, run_name="__main__")
+    problems = lines_of(tmp_path / "dates.jsonl")
+    assert len({p["answer"] for p in problems}) == 600
+    for p in problems:
+        year, month, day = p["answer"].split("-")
+        told = re.match("Write the date (.*) as YYYY-MM-DD", p["question"])[1]
+        assert year in told and re.search(rf"\b{int(day)}(st|nd|rd|th)?\b", told)
+        assert calendar.month_abbr[int(month)] in told
+    assert list(map(dates.nth, (1, 2, 3, 4, 11, 12, 13, 21, 22, 23, 30, 31))) == (
+        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd 30th 31st".split())
 
 
-@pytest.mark.parametrize("text, right, form, last", [
-    ("Positive.", 1, 1, 1), ("positive\n", 1, 1, 1), ("negative", 0, 1, 0),
-    ("It is positive", 1, 0, 1), ("not negative, positive", 0, 0, 1),
-    ("positive or negative", 0, 0, 0), ("", 0, 0, 0)])
-def test_a_word_is_paid(text, right, form, last):
-    columns = {"completions": [text], "answer": ["positive"]}
-    found = [reward(**columns) for reward in (words.right, words.form, words.last_label)]
-    assert found == [[right], [form], [last]]
-
-
-def test_words_table_is_of_the_kept_answers():
-    run = {"cpu_seconds": 9, "right": {"0": "0011", "6": "0111", "12": "1110"},
-           "form": {"0": "0000", "6": "1111", "12": "1111"}}
-    *_, line = words.table({"arm": [run]})
-    assert line == "| arm | 0 | 2 → 3 → 3 | 2, 1, 1 | 0 → 4 → 4 | 9 |"
+@pytest.mark.parametrize("text, right", [
+    ("2025-07-19", 1), ("It is 2025-07-19.", 1), ("2025-07-19, yes, 2025-07-19", 1),
+    ("2025-07-19 or 2025-07-18", 0), ("2025-7-19", 0), ("19 July 2025", 0), ("", 0)])
+def test_a_date_is_paid(text, right):
+    assert dates.right(completions=[text], answer=["2025-07-19"]) == [right]

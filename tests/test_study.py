@@ -141,7 +141,7 @@ def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path)
 
     arms = {"untrained": [run([0, 0], [1, 0])],
             "GRPO": [run([1, 0], [2, 0], [0.25] * 10 + [0.5] * 5), run([1, 1], [2, 1])],
-            "GRPO, beta 0": [], "online imitation": [run([1, 0], [2, 0])], "self-SFT": [],
+            "GRPO, beta 0": [], "online imitation": [run([1, 0]), run([0, 0])], "self-SFT": [],
             "self-SFT, several passes": [], "old": [run([0, 1])]}
     kept = {"arms": arms, "told": {"old": {"sampled": "0.9 ± 0.1"}}}
     (tmp_path / "kept.json").write_text(json.dumps(kept))
@@ -155,9 +155,9 @@ def test_real_controls_print_what_is_kept_of_them(capsys, monkeypatch, tmp_path)
     assert "run 1, greedy: 0.000" in lines[0] and "→ 0.500 ±" in lines[0]
     assert "1 gained, 0 lost" in lines[0] and "0.250 ±" in lines[1] and "→ 0.500 ±" in lines[1]
     assert "GRPO, run 2, pass@2: 0.500 ±" in lines[5] and "→ 1.000" in lines[5]
-    assert "old, run 1, greedy" in lines[9] and "old, run 1, sampled" not in out
-    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[11] and "→ 0.625 ±" in lines[11]
-    assert lines[12].endswith("steps: 0.25, 0.50") and len(lines) == 13
+    assert "old, run 1, greedy" in lines[8] and "old, run 1, sampled" not in out
+    assert lines[9].endswith("→ GRPO, greedy: difference 0.500 ± 0.500 over 2 seeds")
+    assert lines[10].endswith("steps: 0.25, 0.50") and len(lines) == 11
 
 
 def test_pass_at_k_of_a_problem():

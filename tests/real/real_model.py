@@ -2,6 +2,7 @@
 
     python tests/real/real_model.py  # the model, its problems; prints the command that trains
     python tests/real/real_model.py --run  # and runs it
+    python tests/real/real_model.py --only-model --folder FOLDER  # writes the model, no task
     python tests/real/real_model.py --mugs  # larger sums in words that mislead this model
     python tests/real/real_model.py --steps-per-sum 2 --run  # sums that must be worked out
 
@@ -336,6 +337,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=CACHE / "grpo" / "smollm2-135m-instruct",
                         help="the model's; default: %(default)s")
+    parser.add_argument("--only-model", action="store_true", help="write no task")
     parser.add_argument("--task", type=Path, default=HERE.parents[1] / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
     parser.add_argument("--mugs", action="store_true", help="a task that fails")
@@ -347,6 +349,9 @@ def main(argv=None):
     args, flags_of_train = parser.parse_known_args(argv)
     try:
         model_folder(args.folder)
+        if args.only_model:
+            print(args.folder)
+            return 0
         kinds = (mugs,) if args.mugs else KINDS
         flags = FLAGS | WORKED_OUT if args.steps_per_sum else FLAGS
         config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum)

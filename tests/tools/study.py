@@ -48,6 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,10 @@ def with_flags(arm, flags, name=""):
     return dataclasses.replace(arm, label=arm.label + name, flags=f"{flags} {arm.flags}".strip())
 
 
+SEVERAL_PASSES = Arm(
+    "self-SFT, several passes",
+    f"--config {{real}} {IMITATION} --aggregate token --eval-every 10 --eval-limit 0",
+    imitates=True, answers="kept")
 STUDY = {
     "objectives": ("Objectives and advantages", ["flat", "std_fall"], [
         GRPO,
@@ -205,8 +210,8 @@ STUDY = {
     "real controls": ("Controls of sums of two operations", [], [
         Arm("untrained", "--config {real}", trains=False),
         *(with_flags(arm, "--config {real}") for arm in TAUGHT),
-        Arm("self-SFT, several passes", f"--config {{real}} {IMITATION} --aggregate token "
-            "--eval-every 10 --eval-limit 0", imitates=True, answers="kept"),
+        SEVERAL_PASSES,
+        *(with_flags(SEVERAL_PASSES, f"--lr {rate}", f", {rate}") for rate in ("5e-6", "5e-5")),
         Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
             "--reward {rewards}:ended {rewards}:right"),
     ], []),
@@ -318,8 +323,19 @@ def run_one(output, arm, seed, steps, real=""):
 
 
 def keep(folder, found):
-    (folder / "figures.json").write_text(json.dumps({"code": digest(), "figures": found}))
+    text = json.dumps({"code": digest(), "made": provenance(), "figures": found})
+    (folder / "figures.json").write_text(text)
     return 0
+
+
+def provenance(*packages):
+    """What a file of figures says of its origin."""
+    import torch
+    git = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    machine = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    versions = {name: version(name) for name in ("torch", "transformers", *packages)}
+    return {"commit": commit, "machine": machine, **versions}
 
 
 class OtherAnswers:
@@ -438,25 +454,27 @@ def real_exam(train, config, model=None, samples=64):
     settings = train.parse(["--eval-limit=0", "--config", config, *given])
     settings = train.plan_memory(settings, to_train=False)
     parts = train.load(settings, to_train=False)
-    found = {"samples": samples}
+    found = {"samples": samples, "dtype": settings.dtype}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
         _, rows = train.evaluate(parts, settings, n, temperature)
         right = (train.column(rows, "reward") >= 1).view(-1, n)                      # (B, n)
         found[f"{name}_right"] = right.sum(dim=1).tolist()                           # of n
+        if n == 1:
+            found["greedy_answers"] = [row["answer"] for row in rows]
     return rates(found)
 
 
 def rates(run):
     """A real control's figures, from the numbers of right answers that are kept of each problem."""
-    found = {name: statistics.fmean(shares([run], name))
+    found = {name: statistics.fmean(shares(run, name))
              for name in ("greedy", "sampled") if run[f"{name}_right"]}
     return run | found | {f"pass@{k}": statistics.fmean(found_by(k, run)) for k in powers(run)}
 
 
-def shares(runs, name):
-    """Of each problem the share of these runs' answers that are right."""
-    n = len(runs) * (runs[0]["samples"] if name == "sampled" else 1)
-    return [sum(counts) / n for counts in zip(*(run[f"{name}_right"] for run in runs))]
+def shares(run, name):
+    """Of each problem the share of a run's answers that are right."""
+    n = run["samples"] if name == "sampled" else 1
+    return [count / n for count in run[f"{name}_right"]]
 
 
 def powers(run):
@@ -618,20 +636,22 @@ def paired(results):
     # Of kept runs each is compared with the untrained policy as the same machine asked it.
     runs = [(label, n, run) for label in results for n, run in enumerate(results[label], 1)]
     untrained = {run.get("machine"): run for label, _, run in runs if "untrained" in label}
-    pairs = [(f"untrained → {label}, run {n}", [untrained[run.get("machine")]], [run])
+    pairs = [(f"untrained → {label}, run {n}", untrained[run.get("machine")], run)
              for label, n, run in runs if "untrained" not in label and untrained]
-    pairs += [(f"{one} → {other}, all runs", results[one], results[other])
-              for one, other in [("online imitation", "GRPO"), ("online imitation", "GRPO, beta 0"),
-                                 ("self-SFT", "self-SFT, several passes")]]
     for title, before, after in pairs:
-        if before and after:
-            yield f"- {title}, greedy: {line(shares(before, 'greedy'), shares(after, 'greedy'))}"
-        many = {run["samples"] for run in before + after}    # a sign test needs equal numbers
-        if before and after and len(many) == 1 and None not in many:
+        yield f"- {title}, greedy: {line(shares(before, 'greedy'), shares(after, 'greedy'))}"
+        if before["samples"] and before["samples"] == after["samples"]:   # a sign test needs that
             yield f"- {title}, sampled: {line(shares(before, 'sampled'), shares(after, 'sampled'))}"
-            for k in powers(before[0])[1:] if len(before + after) == 2 else []:
-                both = line(found_by(k, before[0]), found_by(k, after[0]))
-                yield f"- {title}, pass@{k}: {both}"
+            for k in powers(before)[1:]:
+                yield f"- {title}, pass@{k}: {line(found_by(k, before), found_by(k, after))}"
+    # Two arms are compared over their seeds: problems would say nothing of other seeds.
+    for one, other in [("online imitation", "GRPO"), ("online imitation", "GRPO, beta 0"),
+                       ("self-SFT", "self-SFT, several passes")]:
+        gains = [b["greedy"] - a["greedy"] for a, b in zip(results[one], results[other])]
+        if len(gains) > 1:
+            mean, spread = summary(gains)
+            yield (f"- {one} → {other}, greedy: difference {mean:.3f} ± "
+                   f"{spread / math.sqrt(len(gains)):.3f} over {len(gains)} seeds")
     for label, n, run in runs:
         curve, held_out = (run.get(name) or [] for name in ("right_curve", "held_out_curve"))
         tens = [statistics.fmean(curve[start:start + 10]) for start in range(0, len(curve), 10)]
