@@ -347,7 +347,7 @@ def test_the_optimizer_is_adamw(dtype):
     """
     for flags, grad, move in (((), 1.0, lambda was: was - 0.01), (
             ("--weight-decay=0.5",), 0.0,
-            lambda was: was if was.ndim == 1 else was * (1 - 0.01 * 0.5))):
+            lambda was: was.clone() if was.ndim == 1 else was * (1 - 0.01 * 0.5))):
         p = parts("--lr=0.01", *flags, dtype=dtype)
         masters = train.trained_by(p.optimizer)
         assert {master.ndim for master in masters} == {1, 2}

@@ -254,7 +254,7 @@ def values_of(code, enters, variables, result):
         return {"return": result}
     if code.startswith(("if ", "while ")):
         return {"": enters}
-    found = re.match(r"(?:for )?(\w+)( = | in |\.)", code)   # ids.append(token) changes ids
+    found = re.match(r"(?:for )?(\w+)( [-+*/]?= | in |\.)", code)   # ids.append(token) changes ids
     if found and found[2] == "." and "optimizer" in variables:
         pairs = [*zip(variables["policy"].parameters(), variables["reference"].parameters())]
         gradients = [p.grad for p, _ in pairs if p.grad is not None]
