@@ -1970,9 +1970,10 @@ def plan_memory(s, to_train=True):
     check_settings(s)  # cheap checks first: flags, the device, the model's config
     s = settings_of_device(s)
     print0(f"loading   {s.model} in {s.dtype} on {s.device}")
-    # A CPU's memory is not counted, and an evaluation has no step.
-    if to_train and s.device.startswith("cuda"):
+    if to_train and s.device.startswith("cuda"):  # an evaluation has no step
         fit_gpu(s)
+    elif s.dry_run is not None:
+        print0("--dry-run: only a GPU's memory is counted; --dry-run 24 asks for one of 24 GB")
     return s
 
 

@@ -395,3 +395,63 @@ def test_ctrl_c_while_torch_is_imported_ends_in_silence(tmp_path):
                           env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
     # The folder of the script comes first, and has no torch: this one is found before the real one.
     assert done.returncode == -2 and done.stderr == ""
+
+
+# --- The first look, and what stands at the end ---------------------------------------------------
+def test_the_first_group_is_shown_before_a_weight_moves(own, tmp_path):
+    """The prompt as the policy gets it, and answers with their rewards; not when resumed."""
+    file = own("""
+        def flat(completions, **columns):
+            return [0.25] * len(completions)
+        def other(completions, **columns):
+            return [1.0] * len(completions)
+        """)
+    folder = tmp_path / "run"
+    both = ("--reward", f"{file}:flat", f"{file}:other", "--system-prompt=Be \x1b brief.")
+    out, err = told(*FLAGS, *both, f"--output={folder}")
+    first = lines_of(folder / "samples.jsonl")[0]
+    assert out.count("as the policy gets it") == 1
+    assert first["prompt"].replace("\x1b", "‹001B›") in out and "\x1b" not in out
+    assert out.count("reward 1.25, reward/flat 0.25, reward/other 1") == 4
+    last = out[out.index("the one that gained most"):]
+    for text in err, last:                                # the warning stands at the end once more
+        assert "flat, other may not see what you think" in text and "\\\\boxed{}" not in text
+    assert "gets it" not in told("--resume", str(folder), "--steps=5")[0]
+
+
+@pytest.mark.parametrize("flags, asks", [
+    ("", True), ("--reward rule", True), ("--reward think", True), ("--reward f.py:f rule", True),
+    ("--reward f.py:f", False), ("--step-reward f.py:f", False), ("--reward-model m", False)])
+def test_only_for_the_rules_reward_a_box_is_asked_for(flags, asks):
+    s = train.parse(["--model=m", *flags.split()])
+    assert s.system_prompt == (train.BOXED if asks else "")
+    assert train.parse(["--model=m", *flags.split(), "--system-prompt=x"]).system_prompt == "x"
+
+
+def test_the_template_that_was_trained_with_is_saved(tmp_path):
+    """And a run's policy that is asked otherwise says so."""
+    template = (TINY / "chat_template.jinja").read_text().replace("<|user|>", "<|user|> :")
+    folder, other = tmp_path / "run", tmp_path / "other"
+    told(*FLAGS, f"--output={folder}", "--template-args", json.dumps({"chat_template": template}))
+    for policy in folder / "final", folder / "best":
+        if policy.exists():
+            assert (policy / "chat_template.jinja").read_text() == template
+    asked = ("--max-new-tokens=8", "--model", str(folder))
+    out, _ = told(*FEW, *SHORT[:3], *asked, f"--output={other}")
+    assert "its run had 16" in out and "--max-new-tokens 8" in out
+
+
+def test_a_folder_that_is_taken_away_ends_the_run_in_a_line(capsys, monkeypatch, tmp_path):
+    folder = tmp_path / "run"
+
+    def update_bar(bar, run, real=train.update_bar):
+        real(bar, run)
+        if run.step == 2:
+            folder.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(train, "update_bar", update_bar)
+    assert train.main([*FLAGS, "--save-every=2", f"--output={folder}"]) == 2
+    line = capsys.readouterr().err.rpartition("train.py: ")[2]
+    assert str(folder) in line and "continue with" not in line
+    monkeypatch.undo()
+    told("--resume", str(tmp_path / "moved"))
