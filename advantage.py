@@ -9,8 +9,9 @@ other std, keeps a std of 0 from dividing by 0.
 
 Common mistakes that this avoids:
 - Dividing by G-1: torch.std does so by default, the formula's std divides by G.
-- Finding equal rewards by `std < 1e-8`. They must give exactly 0, but in float32 seven rewards of
-  0.7 have a computed std of 6e-8, and each of these answers would get an advantage of 0.86.
+- Taking rounding for a difference. In float32 seven rewards of 0.7 have a computed std of 6e-8, and
+  each of these answers would get an advantage of 0.86; `std < 1e-8` does not find them. In float64
+  the mean of equal float32 rewards is exact, and they get 0.
 - Taking None for 0: where siblings earned -1, an answer without a reward would be the best one.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
@@ -23,10 +24,11 @@ import torch
 
 def plain_advantages(rewards, group_size, eps=1e-8):
     """The formula, word for word: (N,) -> (N,); row i is an answer to prompt i // group_size."""
-    r = rewards.view(-1, group_size)                                         # (B, G)
+    r = rewards.double().view(-1, group_size)                                # (B, G)
     mean = r.mean(dim=1, keepdim=True)                                       # (B, 1)
     std = r.std(dim=1, keepdim=True, correction=0)                           # (B, 1)
-    return ((r - mean) / (std + eps)).flatten()                              # (N,)
+    A = (r - mean) / (std + eps)                                             # (B, G)
+    return A.flatten().to(rewards.dtype)                                     # (N,)
 
 
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False):

@@ -26,7 +26,6 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -54,7 +53,8 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     """
     tree = prefix_tree(input_ids, labels)                # with M labels that differ
     hidden = hidden_states(model, tree)                  # (M, H): before each of them
-    targets, = to_device(model.device, tree.ids.flatten()[tree.label_places])         # (M,)
+    targets = tree.ids.flatten()[tree.label_places]                               # (M,)
+    targets, = to_device(model.device, targets)
     logprobs, entropy = head_logprobs(model, hidden, targets, temperature, measure)
     return in_rows(tree, logprobs), in_rows(tree, entropy)
 
@@ -74,8 +74,9 @@ def entropy_of(logp):
 
 
 def has_long_rows(model):
-    """Whether long rows and the lean head compute its forward pass: sample.py's make_fast says."""
-    return hasattr(model, "fast") and model.fast.has_long_rows
+    """Whether it takes long rows and the lean head, as sample.py's make_fast has decided."""
+    fast = getattr(model, "fast", None)          # it has not seen every model
+    return fast and fast.has_long_rows
 
 
 def to_device(device, *tensors):
@@ -97,19 +98,20 @@ def chunks(hidden, weight):
 
 
 # --------------------------------------------------------------------------------------------------
-# Lean head. Nearly every model ends in one matrix product, and then the gradient of log p(target)
-# with respect to the logits is known: onehot(target) - p. So a chunk of logits is made and dropped
-# in the forward pass, which also finds the slope of log p. Only for a head that is trained are the
-# logits made again, in the backward pass.
+# Lean head. All M * V logits would fill the memory, and autograd would keep them for the backward
+# pass. But if they are one matrix product, then the gradient of log p(target) with respect to them
+# is known: onehot(target) - p. So the forward pass takes a few rows at a time. It makes their
+# logits, reads the log-probs, multiplies the gradient by the head's weight, and drops the logits.
+# The backward pass makes them once more only if the head itself is trained.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, (M,), logits = hidden @ weight.T / temperature; entropies."""
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / temperature; entropies."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, measure):
         # hidden (M, H), weight (V, H), targets (M,)
         scored = []
-        slopes = []                              # of -log p(target), times the temperature
+        slopes = []      # temperature * gradient of -log p(target) with respect to hidden
         for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
             chosen = logp.gather(1, target)[:, 0]                                 # (m,)
             entropy = entropy_of(logp) if measure else torch.zeros_like(chosen)
@@ -203,9 +205,11 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows that are sorted share what they have in common with the row above: they form a tree. In a
-# fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
-# Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
+# The answers of a group follow the same prompt, and need not run it again. So rows are sorted, and
+# each shares the tokens with which the row above it begins: together they are a tree. A fast family
+# runs each token of the tree once, in one long row of T tokens. The last token of a row predicts
+# nothing, and does not run. An example: a prompt 7 has the answer 2, and a prompt 8 8 has the
+# answers 3 4 and 3 5 6. The long row is  7 | 8 8 3 | 5:
 #
 #   row        place           first_place  label_places  runs_here  lengths  in_long_row
 #   7 2        0  1            0 1          1             1 0        1        0
@@ -258,8 +262,8 @@ def in_rows(tree, values):
     """Values of the M labels -> (N, S-1), 0 where no label is."""
     places = tree.first_place[tree.row_of, 1:]                                    # (N, S-1)
     label_places, places = to_device(values.device, tree.label_places, places)
-    of_places = values.new_zeros(tree.ids.numel()).scatter(0, label_places, values)
-    return of_places[places]
+    of_places = values.new_zeros(tree.ids.numel())
+    return of_places.scatter(0, label_places, values)[places]
 
 
 def hidden_states(model, tree):
@@ -296,58 +300,68 @@ def has_flash(model):
 
 
 def flash_attention(model, tree):
-    """-> attention of the long row by flash attention: each row's queries with its keys."""
+    """-> attention of the long row by flash attention: the tokens that run in a row are its
+    queries, and all its tokens are its keys."""
     column = torch.arange(tree.ids.shape[1])                                      # (S,)
-    keys = tree.in_long_row[column < tree.lengths[:, None]]                       # (K,)
-    n_queries = tree.runs_here.sum(dim=1)                                         # (U,)
-    lengths = torch.stack((n_queries, tree.lengths))     # of queries and of keys: (2, U)
+    keys = tree.in_long_row[column < tree.lengths[:, None]]      # of all rows, one behind another
+    queries_each = tree.runs_here.sum(dim=1)                                      # (U,)
+    lengths = torch.stack((queries_each, tree.lengths))          # of queries and of keys: (2, U)
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
     keys, bounds = to_device(model.device, keys, bounds)
-
-    # torch 2.11 shares key heads without being told to.
-    kwargs = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    options = {"window_size": (-1, 0)}                           # causal
+    if "enable_gqa" in signature(varlen_attn).parameters:        # torch 2.11 shares key heads, too
+        options["enable_gqa"] = True
 
     def attend(q, k, v, scaling):
         both = torch.cat((k, v), dim=1)                  # one gather is faster than two
         k, v = both[keys].chunk(2, dim=1)
-        return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
-                           scale=scaling, **kwargs)
+        return varlen_attn(q, k, v, *bounds, *longest, scale=scaling, **options)
 
     return attend
 
 
 def block_attention(model, tree):
-    """-> attention of the long row without flash attention: its T tokens as n blocks of queries.
+    """-> attention of the long row without flash attention: its T tokens in n blocks of queries.
 
-    The keys of a block are the tokens that any of its queries sees: K of them, or fewer.
+    The keys of a block are the tokens that some query of it sees, K at most; a mask hides from each
+    query those that only others see.
     """
-    size = 32 if model.device.type == "cpu" else 512     # of a block
+    # In a large block most keys are hidden from most queries, and are multiplied for nothing; with
+    # small blocks the same keys are copied for each of them. Of 16, 32 and 64 a CPU is fastest with
+    # 32. A GPU needs large products to be busy.
+    size = 32 if model.device.type == "cpu" else 512
     row, column = tree.runs_here.nonzero(as_tuple=True)                           # (T,) each
     T = len(row)
-    # What each token sees: its row up to itself, and in place of the rest itself again
-    is_seen = torch.arange(tree.ids.shape[1]) <= column[:, None]                  # (T, S)
-    seen = tree.in_long_row[row].where(is_seen, torch.arange(T)[:, None])
-    seen, = to_device(model.device, pad(seen, (0, 0, 0, -T % size)))
-    keys, seen = zip(*[block.unique(return_inverse=True) for block in seen.split(size)])
-    keys = pad_sequence(keys, batch_first=True)                                   # (n, K)
-    seen = torch.stack(seen)                             # which of the keys: (n, size, S)
-    mask = seen.new_full((*seen.shape[:2], keys.shape[1]), -torch.inf, dtype=model.dtype)
-    mask = mask.scatter_(2, seen, 0)[:, None]                                     # (n, 1, size, K)
+    queries = pad(torch.arange(T), (0, -T % size)).view(-1, size)                 # (n, size)
+    # A token sees its row up to itself; the columns behind that name the token itself again.
+    columns = torch.arange(tree.ids.shape[1]).minimum(column[:, None])            # (T, S)
+    seen = tree.in_long_row[row].gather(1, columns)
+    seen = seen[queries].flatten(1)                      # by the queries of a block: (n, size * S)
+    queries, seen = to_device(model.device, queries, seen)
+    n = len(seen)
+    is_key = seen.new_zeros(n, T).scatter_(1, seen, 1)
+    number = is_key.cumsum(dim=1).gather(1, seen) - 1    # 0 for a block's first key, 1, 2, ...
+    K = int(number.max()) + 1
+    keys = seen.new_zeros(n, K).scatter_(1, number, seen)
+    mask = seen.new_full((n, size, K), -torch.inf, dtype=model.dtype)
+    mask = mask.scatter_(2, number.view(n, size, -1), 0)[:, None]                 # (n, 1, size, K)
+
+    def of_blocks(x, tokens):                            # (T, H, D), (n, m) -> (n, H, m, D)
+        x = x.index_select(0, tokens.flatten())          # its gradient is faster than that of x[]
+        return x.unflatten(0, tokens.shape).transpose(1, 2)
 
     def attend(q, k, v, scaling):
-        q = pad(q, (0, 0, 0, 0, 0, -T % size)).unflatten(0, (-1, size))      # (n, size, Hq, D)
         if q.is_cuda:
             # With fewer key heads than query heads CUDA takes a slow kernel that holds all scores.
-            repeats = q.shape[2] // k.shape[1]
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))     # (T, Hq, D)
-        # The gradient of index_select is faster than that of k[keys].
-        k, v = (x.index_select(0, keys.flatten()) for x in (k, v))
-        k, v = (x.unflatten(0, keys.shape) for x in (k, v))                  # (n, K, Hkv, D)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            repeats = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(repeats, dim=1)                               # (T, Hq, D)
+            v = v.repeat_interleave(repeats, dim=1)
+        q = of_blocks(q, queries)
+        k, v = of_blocks(k, keys), of_blocks(v, keys)
         out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)[:T]                         # (T, Hq, D)
+        return out.transpose(1, 2).flatten(0, 1)[:T]                              # (T, Hq, D)
 
     return attend
 
@@ -413,13 +427,14 @@ def main():
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     answer = args.response + (tokenizer.eos_token or "")
     response = tokenizer(answer, add_special_tokens=False).input_ids
-    input_ids = torch.tensor([prompt + response])                                 # (1, S)
-    labels = torch.tensor([[IGNORE] * len(prompt) + response])
-    with torch.no_grad():
-        logprobs = token_logprobs(model, input_ids, labels)[0][0]                 # (S-1,)
+    ids = prompt + response
+    labels = [IGNORE] * len(prompt) + response
+    logprobs = plain_logprobs(model, torch.tensor([ids]), torch.tensor([labels]))[0]
     print(" row   label  log-prob  token")
-    for t, token in enumerate(prompt + response):
-        shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."
+    for t, token in enumerate(ids):
+        shown = "     ."
+        if labels[t] != IGNORE:
+            shown = f" label  {logprobs[t - 1]:+8.4f}"
         print(f"{t:4}  {shown:16}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response)} tokens")
 

@@ -1,13 +1,13 @@
 """[E] The clipped objective and [F] the KL penalty: tensors in, one scalar out.
 
     w_t  = exp(logp_t - logp_old_t)                                   the ratio pi / pi_old
-    J_t  = min(w_t A, clip(w_t, 1 - eps, 1 + eps) A)                  [E]
+    J_t  = min(w_t A, clip(w_t, 1 - clip_eps, 1 + clip_eps) A)        [E]
     KL_t = exp(d_t) - d_t - 1,   d_t = logp_ref_t - logp_t            [F], estimator k3
     L    = -mean over rows of mean over the row's tokens of (J_t - beta KL_t)
 
-DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; eps is `clip_eps`, beta is `kl_coef`. The answers
-were drawn from pi_old and say little about a policy that has moved far from it, so the ratio is
-clipped. The minimum makes sure that clipping never hides a change for the worse.
+DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; beta is `kl_coef`. The answers were drawn from pi_old
+and say little about a policy that has moved far from it, so the ratio is clipped. The minimum makes
+sure that clipping never hides a change that makes the objective worse.
 
 Common mistakes that this avoids:
 - Taking the ratio over the whole answer, exp(sum of differences): at 256 tokens a drift of 0.01

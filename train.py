@@ -90,7 +90,7 @@ class Parts:
     eval_problems: list                 # held out
     sampler: object = sample_groups     # [A] draws answers, called like sample_groups
     reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
-    reward_model: object = None         # with --reward-model the model behind reward_of
+    reward_model: object = reward.FixedRewards()  # behind reward_of, with --reward-model
 
 
 @dataclass
@@ -101,6 +101,7 @@ class Batch:
     prompts: list              # their B prompts, chat template applied
     generators: list = None    # of random numbers, one per prompt
     others: object = None      # for --max-resample: see other_problems
+    is_first: bool = False     # of the run: its first group is printed
 
 
 def train_step(parts, batch, s):
@@ -257,6 +258,8 @@ def scored_groups(parts, batch, s):
     """[A] [B] -> the Rollout of all GPUs, the metrics of the answers that were drawn first."""
     policy = sampling_model(parts.policy_model)
     rollout, seconds = draw_groups(policy, parts, batch, s)
+    if batch.is_first:
+        print_group(take(rollout, range(s.group_size)))
     metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
         rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
@@ -415,10 +418,12 @@ def sampling_metrics(micro, entropy, mask, n_tokens):
 
 def check_sampler(parts, nats, s):
     """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
-    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
-    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
+    # Nats per token, for rounding: 1e-6 were measured in float32, 0.02 in bfloat16.
+    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-4
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
         mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
+        if getattr(parts.sampler, "func", parts.sampler).__module__ != sample.__name__:
+            mend = "parts.sampler draws otherwise than [D] scores"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
 
@@ -501,7 +506,8 @@ def batch_of_step(parts, step, s):
     problems = reward.groups_of(order, B)[k]
     mine = share_of_rank(B)  # whole groups: a group on two GPUs would have two means
     batch = make_batch(parts.tokenizer, problems, mine, (s.seed, step), s)
-    return replace(batch, others=partial(other_problems, parts, step, problems, s))
+    others = partial(other_problems, parts, step, problems, s)
+    return replace(batch, others=others, is_first=step == 1)
 
 
 def other_problems(parts, step, problems, s, first, n):
@@ -539,17 +545,13 @@ def update_reference(parts, rollout, step, s):
     """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
     if not s.renew_reference:
         return {}
-    reward_model = parts.reward_model
-    if reward_model:  # keep pairs of this step's answers: the same on every rank
-        pairs_of_step = seeded(s.seed, "pairs", step)
-        reward.collect_pairs(reward_model, rollout.judged, s.group_size, pairs_of_step)
+    # Every rank keeps the same pairs of answers, and takes the same steps on them.
+    parts.reward_model.collect_pairs(rollout.judged, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
     parts.ref_model.load_state_dict(parts.policy_model.state_dict())
-    metrics = {"reference_renewed": 1.0}
-    if reward_model:  # every rank takes the same steps on the same pairs
-        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
-    return metrics
+    metrics = parts.reward_model.train(seeded(s.seed, "reward model", step))
+    return {"reference_renewed": 1.0, **metrics}
 
 
 def adapt_kl_coef(run, s):
@@ -637,7 +639,8 @@ def make_optimizer(model, s, ref_model=None):
         return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **options))
+        groups = groups_of_decay(weights, s.weight_decay)
+        return with_moments(torch.optim.AdamW(groups, **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
         master = dither(weight, s.seed, i)
@@ -645,9 +648,22 @@ def make_optimizer(model, s, ref_model=None):
     return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
+def groups_of_decay(named, decay):
+    """{name: weight} -> what AdamW takes. Norms and biases, which are vectors, do not decay."""
+    if not decay:
+        return named.items()
+    return [{"params": [(name, p)], "weight_decay": decay * (p.ndim > 1)}
+            for name, p in named.items()]
+
+
+def trained_by(optimizer):
+    """All that it moves, a list of tensors."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
+    for p in trained_by(optimizer):
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),  # where the fused kernel needs it
             "exp_avg": torch.zeros_like(p),
@@ -703,7 +719,7 @@ class MasterAdamW(RoundedAdamW):
     """
 
     def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
+        super().__init__(groups_of_decay(masters, options.get("weight_decay")), **options)
         self.masters = list(masters.values())
         self.weights = weights
         self.grads = []
@@ -827,7 +843,7 @@ class FactoredProduct(torch.autograd.Function):
 
 def finished_gradients(optimizer):
     """The tensors that may have a gradient, each of them complete: LoRA's averaged over GPUs."""
-    trained = optimizer.param_groups[0]["params"]
+    trained = trained_by(optimizer)
     if isinstance(optimizer, LoraAdamW) and world() > 1:
         for p in trained:
             if p.grad is not None:
@@ -924,7 +940,8 @@ def together(function, *given):
     """
     try:
         result = function(*given)
-    except Exception:
+    except Exception as error:
+        error.costs_no_step = True  # it came before an update
         if not RECEIVED:
             raise
         result = None
@@ -1034,18 +1051,17 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def listening_to_signals():
-    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one ends it at once."""
+    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one at once."""
     def stop(number, _):
         signal.signal(number, signal.SIG_DFL)
         reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back
         RECEIVED.append(number)
         print0("\nstopping (a second signal stops at once)", sys.stderr)
 
-    names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
     RECEIVED.clear()
     try:
-        for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
-            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+        for number in reward.HANDLERS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 with suppress(ValueError):  # only the main thread may set handlers
                     OLD_HANDLERS[number] = signal.signal(number, stop)
         yield
@@ -1105,8 +1121,8 @@ class Run:
 
     @property
     def resume_command(self):
-        """What goes on with the run; "" before there is a checkpoint."""
-        if self.folder is None or self.saved_step is None:
+        """What goes on with the run; "" where there is no checkpoint."""
+        if self.saved_step is None or not self.folder or not self.folder.exists():
             return ""
         return command("train.py", "--resume", str(self.folder))
 
@@ -1142,6 +1158,8 @@ class Run:
     def append(self, name, record):
         """Write a line to a log."""
         if self.writes:
+            if not self.folder.exists():
+                raise BadInput(f"{self.folder} is gone: if it has a new name, --resume that")
             with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
                 log.write(json.dumps(record) + "\n")
 
@@ -1266,12 +1284,11 @@ def checkpoint_tensors(parts, s):
     if s.renew_reference:
         for name, p in parts.ref_model.named_parameters():
             tensors[f"weight/reference/{name}"] = p
-        if parts.reward_model:
-            optimizers["reward_model/"] = parts.reward_model.optimizer
+        optimizers |= parts.reward_model.optimizers
     for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
-        group, = adamw.param_groups
-        for name, weight in zip(group["param_names"], group["params"]):
+        names = [name for group in adamw.param_groups for name in group["param_names"]]
+        for name, weight in zip(names, trained_by(adamw)):
             for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
                 tensors[f"{kind}/{prefix}{name}"] = tensor
     return tensors
@@ -1291,9 +1308,8 @@ def save_checkpoint(run, parts, s):
         raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
     if run.writes:
-        counters = {"step": run.step, "command": run.command, "origin": run.origin}
-        if parts.reward_model:
-            counters["pairs"] = parts.reward_model.pairs, parts.reward_model.replay
+        counters = {"step": run.step, "command": run.command, "origin": run.origin,
+                    "pairs": [parts.reward_model.pairs, parts.reward_model.replay]}
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
@@ -1317,8 +1333,7 @@ def load_checkpoint(run, parts, s):
         if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        if parts.reward_model:
-            parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
+        parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
         vars(run).update(counters)
         for name, tensor in tensors.items():
             saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
@@ -1404,6 +1419,17 @@ def update_bar(bar, run):
     bar.update()
 
 
+def print_group(group):
+    """A first look, before a weight moves: most wrong tasks are seen in one prompt and answers."""
+    print0(f"\nthe first group's prompt, as the policy gets it\n{group.prompts[0]}\n\nanswers")
+    parts = group.reward_parts or {}
+    columns = {"reward": group.rewards, **(parts if len(parts) > 1 else {})}
+    for n, answer in enumerate(group.responses):
+        rewards = [f"{name} {values[n]:g}" for name, values in columns.items()]
+        cut = [] if group.finished[n] else ["cut"]
+        print0(f"  {', '.join(rewards + cut)}: {one_line(answer)[:100]}")
+
+
 def example_of(first, last):
     """The rows of the held-out problem that gained most between two evaluations."""
     gains = column(last, "reward") - column(first, "reward")
@@ -1433,6 +1459,8 @@ def print_story(run):
         print0(f"{title:33}{small_curve(points)}")
         if "eval_" in metric:
             print0(f"{'':33}{change_of(metric, first, last)}")
+    for step, warning in run.curve("warning"):
+        print0(f"\nwarning of step {step}: {warning}")
     folder = str(run.folder)
     further = "--resume", folder, "--steps", str(2 * run.step)
     print0("")
@@ -1567,9 +1595,13 @@ def symptoms(history, answer=""):
 
     # All rewards were equal from the first step on, and moved nothing.
     if n >= 3 and spread + best - rewards.min() < 1e-6 and mean_of_all("policy_loss") == 0:
+        fault = f"all answers of {n} steps earned {now:.3g}, so nothing can be learned"
+        own = [name.removeprefix("reward/") for name in history[-1] if "reward/" in name]
+        if own:
+            return (f"{fault}: {', '.join(own)} may not see what you think; samples.jsonl has what "
+                    "was asked, answered and earned")
         return (
-            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
-            f"{mean_of_all('format_rate'):.0%} have a \\boxed{{}}, "
+            f"{fault}: {mean_of_all('format_rate'):.0%} have a \\boxed{{}}, "
             f"{mean_of_all('truncated_fraction'):.0%} are cut, 95% have at most "
             f"{mean_of_all('response_length_p95'):.0f} tokens; the last ends in {answer[-60:]!r}; "
             "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")
@@ -1630,7 +1662,7 @@ class Settings:
     eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
     question_field: str = "question"  # the column of the JSONL that holds the question
     answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
-    system_prompt: str = BOXED  # system message before every question; empty for none
+    system_prompt: str = None  # system message; default: one that asks for the rule's box, or none
     template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
     reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
     reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
@@ -1727,6 +1759,13 @@ def final_of(folder):
     return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
 
 
+def config_of(folder):
+    """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
+    path = Path(str(folder))
+    run = path.parent if path.name in ("final", "best") else path
+    return f"{run}/config.json" if (run / "metrics.jsonl").is_file() else None
+
+
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
@@ -1809,6 +1848,10 @@ def parse(words):
         if others := flags.keys() & {"config", "output", "plain"}:
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
+    if s.system_prompt is None:  # rewards of one's own may ask for no box
+        own = s.reward_model or s.step_reward
+        rewards = s.reward or [] if own else s.reward or ["rule"]
+        s.system_prompt = "" if {"rule", "think"}.isdisjoint(rewards) else BOXED
     s.model = final_of(s.model)
     s.config = source or ""
     return s
@@ -1876,7 +1919,7 @@ def check_settings(s):
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (not s.kl_coef and (band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.minibatches > s.prompts_per_step // world(),
+        (s.minibatches > max(1, s.prompts_per_step // world()),
          f"--minibatches {s.minibatches}: more than the --prompts-per-step of a process"),
     ]
     for is_so, line in refusals:
@@ -2001,7 +2044,8 @@ def load(s, to_train=True):
     if s.prompts_per_step < world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
-    reward_model = ref_model = optimizer = None
+    reward_model = reward.FixedRewards()
+    ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
@@ -2009,15 +2053,11 @@ def load(s, to_train=True):
                           reply=partial(reward.text_or_none, f"--reply {s.reply}", reply))
     policy_model, tokenizer = load_policy(s)
     problems, eval_problems = load_data(s, tokenizer, to_train)
+    tell_differences("--model", s.model, s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        reward_model, reward_of = load_reward_model(s)
+        reward_model, reward_of = load_reward_model(s, problems)
     policy_model = shard(policy_model, s, samples=True)
     if to_train:
-        if s.renew_reference and reward_model:  # else it is never trained
-            with_moments(reward_model.optimizer)
-            if not any(truths_of(problems)):
-                print0("--renew-reference: no true answer is known, so --reward-model is not "
-                       "trained: the rule orders its pairs")
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
             initial = load_policy(s)[0] if s.has_shards else copy.deepcopy(policy_model)
@@ -2027,12 +2067,17 @@ def load(s, to_train=True):
                  reward_of, reward_model)
 
 
-def load_reward_model(s):
+def load_reward_model(s, problems):
     """-> the RewardModel of --reward-model and its reward_of."""
     with blame(f"--reward-model {s.reward_model}: cannot be loaded:", Exception):
         sample.checked_config(s.reward_model)
         model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, s.device)
         sample.check_loaded(report)
+    if s.renew_reference:  # else it is never trained
+        with_moments(model.optimizer)
+        if not any(truths_of(problems)):
+            print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
+                   "the rule orders its pairs")
     prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
     prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
     return model, partial(reward.model_rewards, model, prompt_of)
@@ -2047,6 +2092,16 @@ def load_policy(s):
     if s.gradient_checkpointing:
         checkpoint_layers(model)
     return model, tokenizer
+
+
+def tell_differences(flag, folder, s):
+    """Of a run's policy: tell what is asked otherwise than in its run."""
+    if source := config_of(folder):
+        trained = read_config(source)
+        for name in "system_prompt template_args max_new_tokens reply max_turns".split():
+            if trained.get(name, FIELDS[name]) != getattr(s, name):
+                print0(f"{flag} {folder}: asked with {flag_of(name)} {getattr(s, name)!r}, its run "
+                       f"had {trained.get(name)!r}")
 
 
 def load_data(s, tokenizer, to_train):
@@ -2210,10 +2265,10 @@ def train(parts, s, run):
         # From here on a signal lets the step end; until here there was nothing to save.
         with listening_to_signals():
             train_grpo(parts, s, run)
-    except (reward.ForeignError, BadInput):
-        # A user's code runs before an update, so its error finds a whole step, and costs none. With
-        # other ranks, which may not come here, it costs those since the last checkpoint.
-        if world() == 1:
+    except Exception as error:
+        # One in a reward, say, finds a whole step, and costs none. With other ranks, which may not
+        # come here, it costs those since the last checkpoint.
+        if hasattr(error, "costs_no_step") and world() == 1:
             save_checkpoint(run, parts, s)
         raise
     if number := stopped():
@@ -2223,15 +2278,16 @@ def train(parts, s, run):
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.writes:
         save_adapter(run, parts.optimizer, s)
-    if s.renew_reference and parts.reward_model:  # it has been trained further
-        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
+    if s.renew_reference:  # a reward model has been trained further
+        for name, (model, tokenizer) in parts.reward_model.folders.items():
+            save_folder(model, tokenizer, run, name)
     on_rank_0(print_story, run)
     return 0
 
 
 def print_start(run, parts, s):
     weights = parts.policy_model.num_parameters()
-    trained = sum(p.numel() for p in parts.optimizer.param_groups[0]["params"])
+    trained = sum(p.numel() for p in trained_by(parts.optimizer))
     factors = ", the factors of LoRA" * (s.lora_rank > 0)
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
            f"{world()}; settings of {s.config or 'the command line'}\n"

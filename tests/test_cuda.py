@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 os.environ.setdefault("SOFTGPU_COUNT", "2")  # a software GPU has two cards
@@ -123,7 +124,7 @@ def test_sampling_through_graphs(tiny, graphs, dtype, temperature):
     assert 2 <= graphs["captured"] <= 5                      # for some of 16, 8, 4, 2, 1 rows
     assert graphs["replayed"] >= lengths.max() - 1
     assert nats_off(model, rollout, temperature or 1.0) < (1e-5 if dtype == torch.float32 else 0.05)
-    del model.fast
+    model.fast = None
     before = dict(graphs)
     plain = drawn(model, tiny, temperature=temperature)
     assert graphs == before
@@ -147,20 +148,22 @@ def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     for shape in shapes:
         drawn(model, tiny, **shape)
     captured = graphs["captured"]
-    for past in sum(sample.DECODERS[model].past.values(), []):   # not even a NaN shows
+    kept = model.fast.decoder
+    for past in sum(kept.past.values(), []):                     # not even a NaN shows
         past.fill_(torch.nan)
-    sample.DECODERS[model].mask.fill_(False)
+    kept.mask.fill_(False)
     for shape in shapes:
         found = drawn(model, tiny, **shape)
         expected = drawn(copy.deepcopy(model).cpu(), tiny, **shape)
         assert torch.equal(found.labels.cpu(), expected.labels)
-    assert graphs["captured"] == captured
-    sample.DECODERS.clear()
+    assert graphs["captured"] == captured and model.fast.decoder is kept
+    model.fast.decoder = None
     drawn(model, tiny)
-    assert graphs["captured"] > captured and (16, 128, 1.0) in sample.DECODERS[model].graphs
+    assert graphs["captured"] > captured and (16, 128, 1.0) in model.fast.decoder.graphs
+    kept = weakref.ref(model.fast.decoder)
     del model, past
     gc.collect()
-    assert not sample.DECODERS                                   # it does not outlive its model
+    assert kept() is None                                        # it does not outlive its model
 
 
 @pytest.mark.parametrize("changes, captures", [
@@ -174,10 +177,10 @@ def test_a_step_that_no_graph_can_hold_needs_no_fast(tiny, graphs, changes, capt
     model = small_model(**{"architecture": "qwen2", "vocab_size": 57, **changes}).to(CUDA)
     for prompts in (PROMPTS[::-1], PROMPTS[:3]):             # the second time places are left over
         expected = drawn(copy.deepcopy(model).cpu(), tiny, prompts)
-        if not captures and hasattr(model, "fast"):
+        if not captures and model.fast:
             with pytest.raises(RuntimeError):
                 drawn(model, tiny, prompts)
-            del model.fast
+            model.fast = None
         found = drawn(model, tiny, prompts)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert bool(graphs["replayed"]) == captures
@@ -195,6 +198,7 @@ def test_weights_side_by_side_stay_themselves(tiny, tmp_path):
     model.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     copied = copy.deepcopy(model)
+    assert not copied.fast.fused and not copied.fast.decoder
     for each in (model, saved, copied):
         assert all(torch.equal(weight.cpu(), before[name])
                    for name, weight in each.named_parameters())
@@ -209,7 +213,7 @@ def test_weights_side_by_side_stay_themselves(tiny, tmp_path):
     # One of them moves away, and a graph is captured anew.
     attention.k_proj.weight.data = 0.5 * attention.k_proj.weight.data
     attention.v_proj.bias.data = attention.v_proj.bias.data + 1
-    sample.DECODERS.clear()
+    model.fast.decoder = None
     expected = drawn(copy.deepcopy(model).cpu(), tiny).labels
     assert torch.equal(drawn(model, tiny).labels, expected) and not torch.equal(expected, answers)
 
@@ -223,7 +227,7 @@ def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
         found = drawn(model, (None, tokenizer), max_new_tokens=tokens)
     expected = drawn(copy.deepcopy(model).cpu(), (None, tokenizer), max_new_tokens=tokens)
     assert torch.equal(found.labels.cpu(), expected.labels)
-    assert {length for _, length, _ in sample.DECODERS[model].graphs} >= {*range(128, 641, 128)}
+    assert {length for _, length, _ in model.fast.decoder.graphs} >= {*range(128, 641, 128)}
 
 
 def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
@@ -319,7 +323,8 @@ def updates(device, dtype):
         rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
-    rollout.old_logprobs, _ = train.rollout_logprobs(p.policy_model, rollout, p.settings)
+    known = train.rollout_logprobs(p.policy_model, rollout, p.settings)
+    rollout.old_logprobs, rollout.entropy = known
     return [train.gradient_step(p, rollout, p.settings) for _ in range(2)]
 
 
@@ -508,7 +513,7 @@ def sampler_is_off(monkeypatch):
     """By 0.2 nats, while its fast form is used."""
     def off(*given, real=train.sample_groups, **how):
         rollout = real(*given, **how)
-        rollout.sampler_logprobs -= 0.2 * rollout.mask * hasattr(given[0], "fast")
+        rollout.sampler_logprobs -= 0.2 * rollout.mask * bool(given[0].fast)
         return rollout
 
     monkeypatch.setattr(train, "sample_groups", off)

@@ -2,13 +2,16 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
-from unittest.mock import Mock
+from unittest.mock import create_autospec
 import pytest
+import torch
 import test_lesson
 from exercise import RULER, STAYS, YOURS, main
-from files import LIMIT, ROOT
+from files import LIMIT, ROOT, metrics_of
+from runs import trained
 import train
 
 MODULE = {name: importlib.import_module(file.removesuffix(".py")) for name, file in YOURS.items()}
@@ -22,89 +25,98 @@ def parts_of(source):
 
 def test_a_folder_has_all_but_the_answers(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
+    way = capsys.readouterr().out
+    assert str(tmp_path) in way and "python -m pytest -m lesson -k plain_answer" in way
     in_sight = []
     for file in set(YOURS.values()):
         whole, exercise = ((place / file).read_text("utf-8") for place in (ROOT, tmp_path))
-        in_sight += filter(str.isidentifier, parts_of(exercise.split(RULER)[0]))
+        above, below = exercise.split(RULER)
+        in_sight += filter(str.isidentifier, parts_of(above))
+        assert below.partition("\n\n")[2].startswith(50 * "\n")             # an empty screen
         whole, exercise = parts_of(whole), parts_of(exercise)
         assert whole.keys() == exercise.keys()
         assert {name for name in whole if whole[name] != exercise[name]} == {
             name for name in YOURS if YOURS[name] == file}
     assert {*in_sight} == {*YOURS, *STAYS}
+    path = (tmp_path / "README.md").read_text("utf-8")
+    assert re.findall(r"\d \| `(\w+)` in (\w+\.py)", path) == [*YOURS.items()]
+    assert re.findall(r"lesson -k (\w+)", path) == [*YOURS]
     # One stage is written. The others are told to be missing.
     (tmp_path / "loss.py").write_bytes((ROOT / "loss.py").read_bytes())
-    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "lesson"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=LIMIT)
-    assert "test_ef_plain_loss PASSED" in done.stdout and "6 failed, 1 passed" in done.stdout
-    assert done.stdout.count(" - NotImplementedError\n") == 6
-    capsys.readouterr()
+    told = here(tmp_path, "-m", "pytest", "-m", "lesson")
+    assert "test_ef_plain_loss PASSED" in told and "5 failed, 1 passed" in told
+    assert len(re.findall(r"^FAILED .*: This function is not written yet\.$", told, re.M)) == 5
+    # All are written, and the pages are of the folder's own lines.
+    for file in set(YOURS.values()):
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    source = (ROOT / "loss.py").read_text("utf-8")
+    (tmp_path / "loss.py").write_text(source.replace("row_means", "my_means"), "utf-8")
+    here(tmp_path, "tests/tools/lesson.py")
+    assert "my_means" in (tmp_path / "lesson.html").read_text("utf-8")
     for folder in (tmp_path, tmp_path / "loss.py", ROOT / "runs"):
         assert main([str(folder)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def here(folder, *command):
+    """What a command prints in this folder."""
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
+                          timeout=LIMIT).stdout
+
+
+def test_the_rewards_of_the_path_are_those_of_a_run(tmp_path):
+    metrics = metrics_of(trained(tmp_path, "--steps=10", "--eval-limit=2"))
+    path = (ROOT / "tests" / "tools" / "exercise.md").read_text("utf-8")
+    assert " ".join(f"{m['reward_mean']:.4f}" for m in metrics[1:]) in path
+
+
 def told(name):
     """The first sentence that the lesson has on this function; "" if it is right."""
-    for title, test in vars(test_lesson).items():
-        if title.startswith("test_") and name in title:
-            try:
-                test()
-            except AssertionError as error:
-                return str(error).splitlines()[0]
+    test, = [test for title, test in vars(test_lesson).items() if title.endswith(f"_{name}")]
+    try:
+        test()
+    except (AssertionError, pytest.fail.Exception) as error:
+        return str(error).splitlines()[0]
     return ""
 
 
 @pytest.mark.parametrize("name", YOURS)
 def test_a_lesson_waits_for_no_other_function(monkeypatch, name):
     for other in set(YOURS) - {name}:
+        missing = create_autospec(getattr(MODULE[other], other), side_effect=NotImplementedError)
         for module in (MODULE[other], train):
-            monkeypatch.setattr(module, other, Mock(side_effect=NotImplementedError), raising=False)
+            monkeypatch.setattr(module, other, missing, raising=False)
     assert told(name) == ""
 
 
-DIVIDED = "(std + eps))"
-LOGP = "logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)"
-LOSS = "plain_loss(logp, old, ref, A, rollout.mask, clip_eps, kl_coef)"
-PARTS = ("sum(plain_loss(*(x[part] for x in (logp, old, ref, A, rollout.mask)), clip_eps, kl_coef)"
-         "/ 2 for part in (slice(3), slice(3, 4)))")
+def written_otherwise():
+    """The rows of mistakes.txt -> {function: [(sentence, changed source)]}."""
+    rows = {}
+    text = (ROOT / "tests" / "helpers" / "mistakes.txt").read_text("utf-8")
+    for line in filter(None, text[text.index("["):].splitlines()):
+        if line.startswith("["):
+            name = line.strip("[]")
+            whole, rows[name] = inspect.getsource(getattr(MODULE[name], name)), []
+        else:
+            sentence, changes = line.split(" | ", 1)
+            source = whole
+            for change in changes.split(" && "):
+                right, wrong = re.split(" => ?", change, maxsplit=1)
+                assert source.count(right) == 1, line
+                source = source.replace(right, wrong.replace(r"\n", "\n"))
+            rows[name].append((sentence, source))
+    return rows
 
 
-@pytest.mark.parametrize("name, right, wrong, said", [
-    ("plain_answer", "return ids", "return prompt_ids + ids", "prompt is no part"),
-    ("plain_answer", "ids.append", "if token in ends: break\n        ids.append", "end token belo"),
-    ("plain_answer", "<= number", "< number", "(<=)"),
-    ("plain_answer", "logits = model(row).logits[0, -1]",
-     "logits = model(row).logits[0, -1]; logits[logits < logits.topk(2)[0][1]] = -99", "no top-k"),
-    ("plain_answer", "double() / temperature", "double()", "temperature before the draw"),
-    ("plain_answer", "p[token].log()", "logits.log_softmax(dim=0)[token]", "distribution that"),
-    ("extract_boxed", "last_boxes(text, boxes)", "text[boxes[0]]", "last box"),
-    ("extract_boxed", "last_boxes(text, boxes)", "text[boxes[-1]].split('}')[0]", "balance"),
-    ("rule_reward", "is_equal(answer, ground_truth)", "(answer == ground_truth)", "not texts"),
-    ("rule_reward", "is_equal(answer, ground_truth)", "(abs(float(answer) - 63) < .01)", "Nearly"),
-    ("plain_advantages", "correction=0", "correction=1", "not by G - 1"),
-    ("plain_advantages", DIVIDED, "std)", "0 / 0"),
-    ("plain_advantages", DIVIDED, DIVIDED + ".where(std >= 1e-8, 0)", "std below 1e-8"),
-    ("plain_logprobs", "logits[:, :-1]", "logits[:, 1:]", "token t + 1"),
-    ("plain_logprobs", ".where(is_label, 0)", "", "Prompt and padding"),
-    ("plain_logprobs", ".where(is_label, 0)", ".where(is_label, 0).sum(dim=1)", "no sum"),
-    ("plain_logprobs", " / temperature", "", "divided by the temperature"),
-    ("plain_loss", ".minimum", ".maximum", "minimum counts"),
-    ("plain_loss", "(logprobs - old_logprobs)", "(logprobs - old_logprobs).sum(1, True)", "whole"),
-    ("plain_loss", "J - kl_coef", "J + kl_coef", "makes the loss larger"),
-    ("plain_loss", "ref_logprobs - logprobs", "logprobs - ref_logprobs", "not the reverse"),
-    ("plain_loss", "d.expm1() - d", "d.exp() - d - 1", "0 in float32"),
-    ("plain_loss", "* KL) * mask", "* KL)", "Only the answer's"),
-    ("plain_loss", ".sum(dim=1) / mask.sum(dim=1)", ".sum() / mask.sum()", "counts the same"),
-    ("plain_step", "rewards =", "rollout.input_ids = tokenizer(prompts)\n    rewards =", "no text"),
-    ("plain_step", "rollout.responses", "[prompts[0] + y for y in rollout.responses]", "prompt"),
-    ("plain_step", LOGP, f"old = {LOGP}.detach()\n        {LOGP}", "pi_old is asked once"),
-    ("plain_step", "torch.no_grad()", "torch.enable_grad()", "pi_old stands still"),
-    ("plain_step", LOSS, PARTS, "by their sizes"),
-    ("plain_step", "optimizer.zero_grad()", "pass", "zero_grad()")])
-def test_a_mistake_is_told(monkeypatch, name, right, wrong, said):
-    source = inspect.getsource(getattr(MODULE[name], name))
-    assert source.count(right) == 1
-    planted = {}
-    exec(source.replace(right, wrong), vars(MODULE[name]), planted)
-    monkeypatch.setattr(MODULE[name], name, planted[name])
-    assert said in told(name)
+@pytest.mark.parametrize("name", YOURS)
+def test_each_mistake_is_told_by_its_own_sentence(monkeypatch, name):
+    monkeypatch.setattr(test_lesson, "PATIENCE", 1)
+    rows = written_otherwise()[name]
+    assert len(rows) > 20
+    for sentence, source in rows:
+        planted = {}
+        exec(source, vars(MODULE[name]), planted)
+        monkeypatch.setattr(MODULE[name], name, planted[name])
+        with torch.enable_grad():
+            found = told(name)
+        assert (sentence in found) if sentence != "-" else (found == ""), (sentence, found, source)

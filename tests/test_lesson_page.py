@@ -1,4 +1,4 @@
-"""tests/tools/lesson.py: its numbers are those of the step, and no line that runs is left out."""
+"""tests/tools/lesson.py: its numbers are those of the steps, and no line that runs is left out."""
 import copy
 import html
 import inspect
@@ -17,8 +17,9 @@ from logprob import plain_logprobs
 from loss import plain_loss
 from reward import score_responses
 
-QUESTION, ANSWER = lesson.PROBLEM
+QUESTIONS, TRUTHS = zip(*lesson.PROBLEMS)
 FUNCTIONS = [inspect.unwrap(function) for stage in lesson.STAGES for function in stage[1]]
+SHOWN = 0, 1, 4                                               # the rows whose tokens stand by lines
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def written(tmp_path_factory):
 def values_of(page, function):
     """{line: (code, what stands beside it)} of a function on the page."""
     _, _, table = page.partition(f"<h3>{function} ")
-    rows = table.partition("<h3>")[0].split('<tr><td class="line">')[1:]
+    rows = table.partition("</section>")[0].partition("<h3>")[0].split('<td class="line">')[1:]
     rows = (re.match(r'(\d+)</td><td><pre>(.*?)</pre></td><td class="values">(.*)</td></tr>', row,
                      re.DOTALL).groups() for row in rows)
     return {int(line): (html.unescape(re.sub("<.*?>", "", code)).strip(), values)
@@ -52,91 +53,149 @@ def numbers(text, mark=""):
             for row in rows for number in re.findall(">(−?[.0-9]+)<", row)]
 
 
+def tables(page):
+    """The tables that are not beside lines: [{head: its column}]."""
+    found = []
+    for table in re.findall('<table class="rows">(.*?)</table>', page):
+        heads = re.findall("<th>(.*?)</th>", table)
+        rows = [re.findall("<td>(.*?)</td>", row) for row in table.split("<tr>")[1:]]
+        found.append(dict(zip(heads, zip(*rows))))
+    return found
+
+
 def parts():
-    """A policy, its reference, an optimizer, the tokenizer, and the prompt of the default page."""
+    """A policy, its reference, an optimizer, the tokenizer, and the prompts of the default page."""
     policy, tokenizer = sample.open_policy(TINY)
-    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), 1.5e-3, weight_decay=0.0)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    return policy, reference, optimizer, tokenizer, [sample.chat_prompt(
-        tokenizer, {"question": QUESTION}, "")]
+    prompts = [sample.chat_prompt(tokenizer, {"question": x}, "") for x in QUESTIONS]
+    return policy, reference, optimizer, tokenizer, prompts
 
 
 @pytest.fixture(scope="module")
-def step():
-    """The same step by the plain functions -> the rollout, A, the losses, which tokens are shown,
-    and their log-probs in both updates.
-    """
+def steps():
+    """The same steps by the plain functions: of each the rollout, A, ref and two log-probs."""
     policy, reference, optimizer, tokenizer, prompts = parts()
-    rollout = sample.sample_groups(policy, tokenizer, prompts, 4, 40, 1.0, seeded(3))
-    A = plain_advantages(score_responses(rollout.responses, [ANSWER], 4), 4)
-    losses, logprobs = [], []
+    generator, found = seeded(lesson.SEED), []
     for _ in range(2):
-        logprobs.append(plain_logprobs(policy, rollout.input_ids, rollout.labels))
-        old = logprobs[0].detach()
-        losses.append(plain_loss(logprobs[-1], old, old, A, rollout.mask))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    shown = [(n, t) for n, own in enumerate(rollout.mask) for t in own.nonzero()[:4, 0].tolist()]
-    first, second = ([logp[n, t].item() for n, t in shown] for logp in logprobs)
-    return rollout, A, [loss.item() for loss in losses], shown, first, second
+        rollout = sample.sample_groups(policy, tokenizer, prompts, 4, 40, 1.0, generator)
+        A = plain_advantages(score_responses(rollout.responses, TRUTHS, 4), 4)
+        row = rollout.input_ids, rollout.labels
+        ref, old = plain_logprobs(reference, *row), plain_logprobs(policy, *row).detach()
+        for _ in range(2):
+            logp = plain_logprobs(policy, *row)
+            loss = plain_loss(logp, old, ref, A, rollout.mask)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append((rollout, A, ref, old, logp.detach(), loss.item()))
+    return found
 
 
-def test_the_numbers_are_those_of_the_step(written, step):
-    rollout, A, losses, shown, first, second = step
-    w = [torch.tensor(b - a).exp().item() for a, b in zip(first, second)]
-    for function, begin, mark, expected in (
-            ("plain_logprobs", "return", "①", first), ("plain_logprobs", "return", "②", second),
-            ("plain_logprobs", "logprobs =", "②", second),
-            ("plain_step", "logp =", "②", second), ("plain_step", "old =", "", first),
-            ("plain_loss", "w =", "①", [1.0] * len(w)), ("plain_loss", "w =", "②", w),
-            ("plain_advantages", "return", "", A.tolist()), ("plain_step", "A =", "", A.tolist())):
+def test_the_numbers_beside_the_lines_are_those_of_the_step(written, steps):
+    rollout, A, _, old, logp, loss = steps[0]
+    shown = [(n, t) for n in SHOWN for t in rollout.mask[n].nonzero()[:4, 0].tolist()]
+    assert numbers(beside(written, "plain_advantages", "return")) == pytest.approx(
+        [*[3 ** 0.5, *[-3 ** -0.5] * 3], *[0] * 4], abs=6e-4)       # 1 of 4, then a flat group
+    d = old - logp                                        # in step 1 pi_old is the reference
+    for function, begin, mark, values in (
+            ("plain_logprobs", "logprobs =", "①", old), ("plain_loss", "d =", "②", d),
+            ("plain_logprobs", "logprobs =", "②", logp), ("plain_loss", "w =", "②", (-d).exp())):
         found = numbers(beside(written, function, begin), mark)
-        assert found == pytest.approx(expected, abs=6e-4), (function, begin, mark)
-    assert losses[0] == 0
+        assert found == pytest.approx([values[n, t].item() for n, t in shown], abs=6e-4), begin
+    assert "= logprobs ②" in beside(written, "plain_step", "logp =")    # it is not shown again
+    assert written.count("−1.273") < 9
     for function, begin in (("plain_loss", "return"), ("plain_step", "loss =")):
         text = beside(written, function, begin)
-        assert float(re.search("① 0 ② −(.*?)<", text)[1]) == pytest.approx(-losses[1], rel=1e-3)
-    # What is framed: the clip bites there
-    clipped = [(r > 1.2 and A[n] > 0) or (r < 0.8 and A[n] < 0) for r, (n, _) in zip(w, shown)]
-    _, _, second_rows = zip(*re.findall(r"<tr><th>y.*?</tr>()(<tr>.*?</tr>)(<tr>.*?</tr>)",
-                                        beside(written, "plain_loss", "J =")))
-    framed = ["clip" in cell for row in second_rows for cell in row.split("</td>")[:-1]]
-    assert framed == clipped and any(clipped)
+        assert float(re.search("② −(.*?)<", text)[1]) == pytest.approx(-loss, rel=1e-3)
+    # The draw: u lies in the part of the running sum that the token 9 adds
+    u = float(re.search("① (.*?) ②", beside(written, "plain_answer", "for number"))[1])
+    text = beside(written, "plain_answer", "p =")
+    drawn = re.findall("<th>(.*?)</th>", text)[1:5].index("9")
+    p, total = numbers(text, "①")[drawn::4]
+    assert total - p - 1e-3 < u < total
 
 
-def test_the_story_is_true(written, step):
-    rollout, A, _, shown, first, second = step
-    assert lesson.STORY in written
-    beginnings = [shown.index((n, t)) for n, t in shown if t == shown[0][1]]
-    (sum_, guess, _, lucky) = beginnings
+def test_token_by_token(written, steps):
+    found = iter(tables(written))
+    for (rollout, A, ref, old, logp, _), rows, marks in zip(steps, ((0, 1), (4, 5)), ("①②", "③④")):
+        w, d, mask = (logp - old).exp(), ref - logp, rollout.mask
+        clipped = (w > 1.2) & (A[:, None] > 0) | (w < 0.8) & (A[:, None] < 0)
+        first = -(A[:, None] + 0.04 * (ref - old).expm1())            # its w is 1
+        last = -(w * A[:, None] * ~clipped + 0.04 * d.expm1())
+        shares = mask / mask.sum(dim=1, keepdim=True) / 8
+        for n, table in zip(rows, found):
+            t = [int(t) for t in table[f"{lesson.NAMES[n]}: t"][:-1]]
+            for head, values in (
+                    ("id", rollout.input_ids[:, 1:]), ("label", rollout.labels[:, 1:]),
+                    ("mask", mask), ("log π_ref", ref), ("log π_old", old), ("w", w), ("d", d),
+                    ("clipped", clipped), (f"∂L/∂logp {marks[0]}", first * shares),
+                    (marks[1], last * shares)):
+                column = [float(number.replace("−", "-")) for number in table[head][:len(t)]]
+                assert column == pytest.approx(values[n, t].double().tolist(), abs=6e-5)
+            # A token is what the next one is predicted from; before and after it nothing counts
+            for word, text in zip(table["token t + 1"], table["predicted from"][1:len(t)]):
+                assert text.endswith(" " + word)
+            assert {"0", "1"} == {*table["mask"][:-1]}
+
+
+def test_the_story_is_true(written, steps):
+    (rollout, _, _, old, logp, _), (later, A, ref, later_old, later_logp, _) = steps
+    assert lesson.STORY in written and "≠" not in written and len(written.encode()) < 120_000
     told = [float(number.replace("−", "-")) for number in re.findall(r"−\d\.\d+", lesson.STORY)]
-    assert told == pytest.approx([first[sum_], second[sum_], first[guess], second[guess]], abs=6e-4)
-    assert ["=" in text for text in rollout.responses] == [True, False, False, False]
-    assert A.sign().tolist() == [1, -1, -1, 1] and second[lucky] < first[lucky]
+    first = [row.nonzero()[0, 0] for row in rollout.mask]
+    assert told == pytest.approx([x[n, first[n]].item() for n in (0, 1) for x in (old, logp)],
+                                 abs=6e-4)
+    assert [["=" in text for text in x.responses] for x in (rollout, later)] == [
+        [True, *[False] * 7], [True] * 5 + [False] * 3]
+    t = later.mask[5].nonzero()[0, 0]
+    assert A[5] > 0 and later_logp[5, t] - later_old[5, t] < torch.tensor(0.8).log()
+    assert abs(ref[5, t] - later_old[5, t]) > 0.05        # the reference is no longer pi_old
+
+
+@pytest.mark.parametrize("function, right, wrong, head", [
+    (plain_logprobs, "logits[:, :-1]", "logits[:, 1:]", "log π_old"),
+    (plain_logprobs, ".where(is_label, 0)", "", "log π_ref"),
+    (plain_loss, "* mask  ", "", "∂L/∂logp ①"),
+    (plain_loss, "return -", "return ", "∂L/∂logp ①"),
+    (plain_loss, "w.clamp(1 - clip_eps, 1 + clip_eps)", "w", "②"),
+    (plain_loss, "torch.minimum(w * A, w.clamp(1 - clip_eps, 1 + clip_eps) * A)",
+     "w.clamp(1 - clip_eps, 1 + clip_eps) * A", "④"),
+    (plain_loss, "ref_logprobs - logprobs", "old_logprobs - logprobs", "④"),
+    (plain_loss, "J - kl_coef", "J + kl_coef", "②"),
+    (train.plain_step, "(reference, rollout", "(policy, rollout", "log π_ref"),
+    (train.plain_step, "rollout.mask", "rollout.mask | True", "mask"),
+    (plain_advantages, ", correction=0", "", "predicted from")])
+def test_a_mistake_is_seen(tmp_path, monkeypatch, function, right, wrong, head):
+    path = tmp_path / "wrong.py"
+    source = inspect.getsource(function)
+    assert right in source
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    names = dict(function.__globals__)
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), names)
+    monkeypatch.setattr(function, "__code__", names[function.__name__].__code__)
+    page = lesson.page_of(lesson.PROBLEMS)
+    assert any("≠" in cell for table in tables(page) for cell in table.get(head, ()))
 
 
 def test_every_line_that_runs_has_its_values(written):
-    codes = {function.__code__: function.__name__ for function in FUNCTIONS}
-    ran = {name: set() for name in codes.values()}
+    ran = {function.__code__: set() for function in FUNCTIONS}
 
     def trace(frame, event, _):
-        if frame.f_code in codes and event == "line":
-            ran[codes[frame.f_code]].add(frame.f_lineno)
+        if frame.f_code in ran and event == "line":
+            ran[frame.f_code].add(frame.f_lineno)
         return trace
 
-    policy, reference, optimizer, tokenizer, prompts = parts()
     sys.settrace(trace)
     try:
-        train.plain_step(policy, reference, optimizer, tokenizer, prompts, [ANSWER], 4, 40,
-                         seeded(3), updates=2)
+        train.plain_step(*parts(), TRUTHS, 4, 40, seeded(lesson.SEED), updates=2)
     finally:
         sys.settrace(None)
-    for name, lines in ran.items():
-        on_page = values_of(written, name)
-        head = {line for line, (code, _) in on_page.items() if code.startswith("def ")}
-        assert len(lines) > 0 and lines | head == {
-            line for line, (_, values) in on_page.items() if values}, name
+    for code, lines in ran.items():
+        on_page = values_of(written, code.co_name)
+        head = {line for line, (text, _) in on_page.items() if text.startswith("def ")}
+        shown = {line for line, (_, values) in on_page.items() if values}
+        assert len(lines) > 0 and lines | head == shown, code.co_name
 
 
 def test_another_model_and_ones_own_question(tmp_path, capsys):
@@ -148,10 +207,10 @@ def test_another_model_and_ones_own_question(tmp_path, capsys):
     out, err = capsys.readouterr()
     page = (tmp_path / "page").read_text(encoding="utf-8")
     assert "nothing is learned" in err and str(tmp_path / "page") in out
-    assert "(64,)" in page and lesson.STORY not in page
-    assert numbers(beside(page, "plain_advantages", "return")) == [0] * 4
+    assert "(64,)" in page and lesson.STORY not in page and "≠" not in page
+    assert numbers(beside(page, "plain_advantages", "return")) == pytest.approx([0] * 4, abs=1e-3)
     assert set(numbers(beside(page, "plain_loss", "w ="))) == {1}
-    page = lesson.page_of(*ask)                           # the tiny policy knows none of it
+    page = lesson.page_of([ask] * 3)                      # the tiny policy knows none of it
     assert "<script" not in page and "w7 &lt;script" in page and "&lt;/td&gt;" in page
     assert "<|" not in page and "&lt;|end|&gt;" in page
 

@@ -44,7 +44,7 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 OTHERS = {"--against", "--all", "--bf16", "--controls", "--dist", "--folder", "--kept",
           "--micro-batches", "--mugs", "--nnodes", "--nproc-per-node", "--only", "--only-model",
           "--prompts", "--real", "--repeat", "--run", "--seeds", "--shutdown-timeout",
-          "--steps-per-sum", "--threads"}
+          "--steps-per-sum", "--threads", "--tiny"}
 
 
 def test_every_flag_is_a_flag():

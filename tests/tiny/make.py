@@ -222,9 +222,9 @@ def make_reward_model(problems):
     learner = reward.RewardModel(model, tokenizer, optimizer)
     generator = torch.Generator().manual_seed(2)
     for epoch in range(REWARD_EPOCHS):
-        reward.collect_pairs(learner, rows, 8, generator)
+        learner.collect_pairs(rows, 8, generator)
         print(f"{len(learner.pairs)} pairs, ", end="")
-        figures = reward.train_reward_model(learner, generator, replay_share=0.0)
+        figures = learner.train(generator, replay_share=0.0)
         print(f"reward model, epoch {epoch + 1}: " + " ".join(f"{v:.3f}" for v in figures.values()))
     model.save_pretrained(HERE / "reward_model")
     tokenizer.save_pretrained(HERE / "reward_model")

@@ -59,7 +59,7 @@ def parse(words):
     flags = train.parse_flags(words)
     for name in sorted(flags.keys() - ASKED):
         raise BadInput(f"{flag_of(name)}: does nothing in an evaluation")
-    source = config_of(flags.get("model"))
+    source = train.config_of(flags.get("model"))
     if source and "config" not in flags:
         config = train.read_config(source)
         for name in train.code_in(config, flags):
@@ -67,13 +67,6 @@ def parse(words):
                            "it in the command, too")
         words += ["--config", source]
     return train.parse(words), train.final_of(own.against)
-
-
-def config_of(folder):
-    """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
-    path = Path(str(folder))
-    run = path.parent if path.name in ("final", "best") else path
-    return f"{run}/config.json" if (run / "metrics.jsonl").is_file() else None
 
 
 def print_figures(parts, s):
@@ -99,12 +92,7 @@ def print_figures(parts, s):
 def print_comparison(parts, s, against):
     """Greedy answers of both policies: their figures, what was gained and lost."""
     other = with_policy(parts, s, against)
-    source = config_of(against)
-    trained = train.Settings(**train.read_config(source)) if source else s
-    for name in "system_prompt template_args max_new_tokens reply max_turns".split():
-        now, then = getattr(s, name), getattr(trained, name)
-        if now != then:
-            print0(f"--against {against}: asked with {flag_of(name)} {now!r}, its run had {then!r}")
+    train.tell_differences("--against", against, s)
     _, after = train.evaluate(parts, s)
     _, before = train.evaluate(other, s)
     print_means(s.model, after, against, before)

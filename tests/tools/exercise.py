@@ -1,11 +1,9 @@
 """Write GRPO yourself: `python tests/tools/exercise.py FOLDER` copies the project without answers.
 
-There each plain function has its signature, its docstring and the shapes of its values, then raises
-NotImplementedError. Formulas and common mistakes are as they were. What would tell an answer stands
-below the line at which a reader of the theory may stop. In FOLDER, as often as you like:
-
-    python -m pytest -m lesson               # from [A] to [G]: which are right, and what is wrong
-    python train.py --plain --steps 40       # trains by your functions alone
+FOLDER is a new one, outside of the project. There each plain function has its signature, its
+docstring and the shapes of its values, then raises NotImplementedError. Formulas and common
+mistakes are as they were. What would tell an answer stands below the line at which a reader of the
+theory may stop, behind an empty screen. README.md (exercise.md here) has the path.
 """
 import argparse
 import ast
@@ -15,16 +13,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-YOURS = {"plain_answer": "sample.py", "extract_boxed": "reward.py", "rule_reward": "reward.py",
+YOURS = {"plain_answer": "sample.py", "rule_reward": "reward.py",
          "plain_advantages": "advantage.py", "plain_logprobs": "logprob.py",
          "plain_loss": "loss.py", "plain_step": "train.py"}
-STAYS = "Rollout", "sample_groups", "is_equal", "score_responses", "plain_grpo"  # beside yours
+STAYS = ("Rollout", "sample_groups", "is_equal", "extract_boxed", "complete_boxes",
+         "score_responses", "plain_grpo")                               # beside yours
+# Of the tests only these: the others hold the answers.
+TESTS = ("conftest.py", "stages/test_lesson.py", "stages/known_mistakes.json",
+         "tools/page.py", "tools/lesson.py", "tools/ladder.py", "tools/ladder.md")
 RULER = f"# {98 * '-'}\n# A reader of the theory may stop here."
+SPOILER = "\n# In an exercise the finished code follows, and with it the answers.\n" + 60 * "\n"
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="a new one, outside of the project")
     folder = parser.parse_args(argv).folder.resolve()
     try:
         if folder.is_relative_to(ROOT) or folder.exists() and any(folder.iterdir()):
@@ -33,14 +36,16 @@ def main(argv=None):
     except OSError as error:
         print(f"exercise.py: {error}", file=sys.stderr)
         return 2
-    (folder / "tests" / "stages").mkdir()
-    # Of the tests only these: the others hold the answers.
-    for name in ("LICENSE", "requirements.txt", "tests/conftest.py", "tests/stages/test_lesson.py"):
-        shutil.copy(ROOT / name, folder / name)
+    for name in ("LICENSE", "requirements.txt", *(f"tests/{name}" for name in TESTS)):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "tests" / "tools" / "exercise.md", folder / "README.md")
     for name in set(YOURS.values()):
         source = (ROOT / name).read_text(encoding="utf-8")
         (folder / name).write_text(exercise_of(source), encoding="utf-8")
-    print(f"cd {folder}", *(f"{file:14}{name}" for name, file in YOURS.items()), sep="\n")
+    print(f"README.md has the path. Begin with plain_answer in sample.py; then ask about it:\n\n"
+          f"    cd {folder}\n    python -m pytest -m lesson -k plain_answer")
     return 0
 
 
@@ -56,7 +61,7 @@ def exercise_of(source):
         else:
             (stays if name in STAYS else moves).append(block)
     contents, code = below.split("\n\n", 1)
-    return "\n\n\n".join([*stays, f"{RULER}{contents}\n\n" + "\n\n\n".join([*moves, code])])
+    return "\n\n\n".join([*stays, RULER + contents + SPOILER + "\n\n\n".join([*moves, code])])
 
 
 def emptied(function):

@@ -69,7 +69,7 @@ def print_counts():
     print(f"\ndecoding, a token of 16 rows   {per_token}")
     for number, found in enumerate(updates(policy, tokenizer, s), start=1):
         print(f"update {number} of 2, {found.rows} rows       {found}")
-    sample.DECODERS.clear()
+    policy.fast.decoder = None
 
 
 @dataclasses.dataclass

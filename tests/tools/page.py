@@ -132,10 +132,18 @@ def document(title, body, style=""):
 <style>{STYLE}{style}</style></head><body>{body}</body></html>"""
 
 
-def figure_of_curve(metric, title, points, last):
-    """A curve of (step, value)s that rises from 0; its width spans steps 0 to `last`."""
+def figures_of_arms(curves):
+    """{arm: its values at 0, 1, 2 …}: figures of one scale, side by side."""
+    high = max(curve.max().item() for curve in curves.values())
+    figures = [figure_of_curve("", arm, [*enumerate(curve.tolist())], len(curve) - 1, high, "")
+               for arm, curve in curves.items()]
+    return f"<div>{''.join(figures)}</div>"
+
+
+def figure_of_curve(metric, title, points, last, high=0, x="step"):
+    """A curve of (x, value)s that rises from 0, to `high` at least; it spans x from 0 to `last`."""
     _, values = zip(*points)
-    low, high = min(0, *values), max(0, *values)
+    low, high = min(0, *values), max(high, *values)
     span = high - low or 1
     line = [f"{50 + 250 * step / last:.1f},{78 - 76 * (value - low) / span:.1f}"
             for step, value in points]
@@ -143,7 +151,7 @@ def figure_of_curve(metric, title, points, last):
 <b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox="0 0 303 94">
 <polyline points="{' '.join(line)}"/><polyline class="dot" points="{line[-1]} {line[-1]}"/>
 <polyline class="grid" points="50,2 300,2"/><polyline class="grid" points="50,78 300,78"/>
-<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">step 0</text>
+<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">{x} 0</text>
 <text x="300" y="91" text-anchor="end">{last}</text></svg></figure>"""
 
 

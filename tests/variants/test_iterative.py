@@ -21,7 +21,7 @@ import reward
 import sample
 import train
 from advantage import process_advantages
-from reward import model_rewards, reward_model_scores, score_rows, train_reward_model
+from reward import model_rewards, reward_model_scores, score_rows
 
 MODEL = TINY / "reward_model"
 FLAGS = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
@@ -74,12 +74,12 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         rule = reward.score_responses(responses, [truths[g["question"]] for g in groups], 4)
         assert metrics[step]["accuracy"] == pytest.approx(float((rule == 1.5).float().mean()))
         rows = list(zip(told, rule.tolist()))
-        reward.collect_pairs(learner, rows, 4, train.seeded(0, "pairs", step))
+        learner.collect_pairs(rows, 4, train.seeded(0, "pairs", step))
         if step % 2:
             assert "reward_model_loss" not in metrics[step]
             continue
         assert len(learner.pairs) > 2
-        figures = reward.train_reward_model(learner, train.seeded(0, "reward model", step))
+        figures = learner.train(train.seeded(0, "reward model", step))
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
     found = weights(whole / "reward_model")
@@ -153,9 +153,9 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
     generator = seeded()
     figures = []
     for k in range(4):
-        reward.collect_pairs(learner, worked_and_guessed(24 * k, 24 * k + 24), 2, generator)
+        learner.collect_pairs(worked_and_guessed(24 * k, 24 * k + 24), 2, generator)
         assert len(learner.pairs) == 24 and len(learner.replay) == 24 * k
-        figures.append(reward.train_reward_model(learner, generator))
+        figures.append(learner.train(generator))
     first, last = figures[0], figures[-1]
     assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
     assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
@@ -163,9 +163,9 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
     monkeypatch.setattr(reward, "MAX_PAIRS", 8)
     learner = fresh_learner()
     for first, last in ((0, 8), (8, 20)):
-        reward.collect_pairs(learner, worked_and_guessed(first, last), 2, generator)
+        learner.collect_pairs(worked_and_guessed(first, last), 2, generator)
         assert len(learner.pairs) == len(set(learner.pairs)) == 8
-        reward.train_reward_model(learner, generator)
+        learner.train(generator)
         assert len(learner.replay) == 8
     seen = {row[0] for row in worked_and_guessed(0, 8)}
     assert 0 < sum(better in seen for better, _ in learner.replay) < 8
@@ -280,7 +280,7 @@ def test_pairs_are_of_one_group_the_better_first():
     drawn = []
     for seed in (0, 0, 1, 2, 3):
         r = reward.RewardModel(None, None, None)
-        reward.collect_pairs(r, rows, 4, seeded(seed))
+        r.collect_pairs(rows, 4, seeded(seed))
         assert all(better[0] == worse[0] for better, worse in r.pairs)
         found = [(better[0], better[1], worse[1]) for better, worse in r.pairs]
         assert sorted(found)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
@@ -309,7 +309,7 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     pairs, replay = ([(f"{name}{i}", "bad") for i in range(count)]
                      for name, count in (("new", 45), ("old", 50)))
     r = still_learner(pairs, replay)
-    figures = train_reward_model(r, seeded())
+    figures = r.train(seeded())
     seen = r.tokenizer
     assert sorted(text for text in seen if "new" in text) == sorted(p[0] for p in pairs)
     assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
@@ -325,11 +325,11 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
         lambda *_: gradients.append(r.model.score.weight.grad.clone()))
     for _ in range(2):
         r.pairs, r.replay = pairs[:1] * 2, []
-        train_reward_model(r, batch_pairs=1)
+        r.train(batch_pairs=1)
     assert len(gradients) == 4 and gradients[0].any()
     same(gradients, 4 * gradients[:1])
     none = still_learner(replay=replay)
-    assert all(map(math.isnan, train_reward_model(none).values()))
+    assert all(map(math.isnan, none.train().values()))
     assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
 
 
@@ -371,10 +371,10 @@ def test_an_encoder_reads_the_pair_as_its_tokenizer_writes_it():
             expected = model(torch.tensor([row]), token_type_ids=torch.tensor([kinds])).logits
             assert float(score) == pytest.approx(float(expected), abs=1e-5)
     reward_model = reward.RewardModel(model, tokenizer, torch.optim.SGD(model.parameters(), 0.1))
-    reward.collect_pairs(reward_model, rollout.judged, 2, seeded())
+    reward_model.collect_pairs(rollout.judged, 2, seeded())
     reward_model.pairs = json.loads(json.dumps(reward_model.pairs))  # as from a checkpoint
     assert reward_model.pairs == [[["5 6", "7 8 9"], ["a b c", "7"]]]
-    assert train_reward_model(reward_model)["reward_model_loss"] > 0
+    assert reward_model.train()["reward_model_loss"] > 0
 
 
 def test_a_decoder_reads_the_conversation_that_its_template_writes(tiny, monkeypatch):

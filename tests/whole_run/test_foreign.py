@@ -59,6 +59,7 @@ def test_a_child_process_imports_the_file_by_its_name(tmp_path):
     file = written(tmp_path / "my-judge.py", """
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
+        import colorsys
         import neighbour
         def length(text):
             return len(text) + neighbour.points
@@ -67,7 +68,7 @@ def test_a_child_process_imports_the_file_by_its_name(tmp_path):
                 return list(pool.map(length, completions))
         """)
     written(tmp_path / "neighbour.py", "points = 5")
-    written(tmp_path / "loss.py", "1 / 0")                # is not what an import of loss finds
+    written(tmp_path / "colorsys.py", "1 / 0")            # Python's own is found before it
     assert called(f"{file}:score") == [6.0, 7.0]
 
 
@@ -122,6 +123,8 @@ LEFT = {
     "grad off": "import torch; torch._C._set_grad_enabled(False)",
     "inference": "import torch; torch.inference_mode().__enter__()",
     "autocast": "import torch; torch.autocast('cpu', dtype=torch.bfloat16).__enter__()",
+    "autocast of a GPU": "import torch; torch.set_autocast_enabled('cuda', True)",
+    "autocast of a Mac": "import torch; torch.set_autocast_enabled('mps', True)",
     "dtype": "import torch; torch.set_default_dtype(torch.float64)",
     "device": "import torch; torch.set_default_device('meta')"}
 
@@ -133,6 +136,7 @@ def state():
     return ([signal.getsignal(number) for number in numbers], signal.getitimer(signal.ITIMER_REAL),
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+            torch.is_autocast_enabled("mps"),
             torch.get_default_dtype(), torch.get_default_device(), torch.zeros(1).device)
 
 
@@ -208,8 +212,7 @@ def test_a_handler_for_alarms_stays_the_users(tmp_path, handlers):
 
 def test_a_run_hears_its_signals_though_a_library_set_handlers(handlers):
     """And the second one still stops it at once, where the first came while a reward ran."""
-    run = train.Run()
-    with train.stopping_on_signals(run):
+    with train.listening_to_signals():
         listens = signal.getsignal(signal.SIGTERM)
         with foreign_code("a reward"):
             signal.signal(signal.SIGTERM, lambda *_: None)
@@ -217,7 +220,7 @@ def test_a_run_hears_its_signals_though_a_library_set_handlers(handlers):
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == listens
         with foreign_code("a reward"):
             signal.raise_signal(signal.SIGTERM)
-        assert run.signal == signal.SIGTERM
+        assert train.RECEIVED == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == listens
         with foreign_code("another reward"):

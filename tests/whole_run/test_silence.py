@@ -225,8 +225,13 @@ def test_a_checkpoint_is_written_once_a_save(monkeypatch, tmp_path):
 
     monkeypatch.setattr(train, "save_file", save_file)
     folder = tmp_path / "run"
+
+    def update_bar(bar, run, real=train.update_bar):
+        real(bar, run)
+        train.RECEIVED.extend([15] * (run.step == 2))
+
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "stopped", lambda run: 15 * (run.step == 2))
+        patch.setattr(train, "update_bar", update_bar)
         assert train.main([*FLAGS, "--save-every=2", f"--output={folder}"]) == 143
     trains("--resume", str(folder))
     trains("--resume", str(folder))
@@ -261,7 +266,7 @@ def test_a_part_that_fell_while_the_sum_rose_is_told(own, tmp_path):
     assert "held-out reward/worked" in text and "held-out reward/brief" in text
     logged = lines_of(folder / "samples.jsonl")[0]
     assert len(logged["reward/worked"]) == len(logged["reward/brief"]) == 4
-    out, _ = told(*FLAGS, *both, by=evaluates)
+    out, _ = told(folder, *both, by=evaluates)
     for k in (1, 2, 4):
         for name in ("reward", "reward/worked", "reward/brief"):
             assert re.search(rf"\n{name}, best of {k} +\d+\.\d+(,| ±| \[)", out), (name, k)
