@@ -486,8 +486,8 @@ def step_metrics(rollout, metrics, updates, s):
     if s.step_reward:  # equal sums of an answer's steps may still teach
         teaches = rollout.advantages.any(dim=1).view(-1, s.group_size)                 # (B, G)
         metrics["flat_groups"] = share_of(~teaches.any(dim=1))
-    first, *others = updates  # the first has measured more
-    for name, value in first.items():
+    first_update, *others = updates  # it has measured more
+    for name, value in first_update.items():
         values = [value] + [update[name] for update in others if name in update]
         metrics[name] = sum(values) / len(values)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
@@ -510,15 +510,15 @@ def batch_of_step(parts, step, s):
     return replace(batch, others=others, is_first=step == 1)
 
 
-def other_problems(parts, step, problems, s, first, n):
-    """This GPU's share of n problems that are not the step's; `first` were drawn before -> Batch.
+def other_problems(parts, step, problems, s, drawn, n):
+    """This GPU's share of n problems that are not the step's, after `drawn` others -> Batch.
 
     No problem comes again before all others have come.
     """
     key = (s.seed, "resample", step)
     others = reward.shuffled(parts.problems, seeded(*key))
     others = [problem for problem in others if problem not in problems]
-    mine = [first + k for k in share_of_rank(n)]
+    mine = [drawn + k for k in share_of_rank(n)]
     return make_batch(parts.tokenizer, others + problems, mine, key, s)
 
 
@@ -768,7 +768,7 @@ class LoraAdamW(RoundedAdamW):
     def exact_weights(self):
         """Of each Linear W0 + c B A, (out, in), in float32, one after the other."""
         for linear in self.linears.values():
-            W0 = linear.first()
+            W0 = linear.first_weight()
             yield W0.addmm_(linear.B, linear.A, alpha=linear.c)
 
 
@@ -790,22 +790,25 @@ def factored_linears(model, s, ref_model):
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        first = partial(dither, W0, s.seed, i, device)
+        first_weight = partial(dither, W0, s.seed, i, device)
         generator = seeded(s.seed, "lora", i)
-        linears[name] = FactoredLinear(linear, first, s, generator)
+        linears[name] = FactoredLinear(linear, first_weight, s, generator)
         model.set_submodule(name, linears[name])
     return linears
 
 
 class FactoredLinear(torch.nn.Linear):
-    """A Linear that hands the gradient of its weight on to factors; first() makes W0 in float32."""
+    """A Linear that hands the gradient of its weight on to factors.
 
-    def __init__(self, linear, first, s, generator):
+    first_weight() makes W0 in float32.
+    """
+
+    def __init__(self, linear, first_weight, s, generator):
         n_out, n_in = linear.weight.shape
         super().__init__(n_in, n_out, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
-        self.first = first
+        self.first_weight = first_weight
 
         # PEFT begins with the same distribution. B is 0: the first W is W0.
         R = s.lora_rank
@@ -915,9 +918,9 @@ def leave_ranks(status):
 
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
-    first = rank() * n // world()
+    begin = rank() * n // world()
     end = (rank() + 1) * n // world()
-    return range(first, end)
+    return range(begin, end)
 
 
 def from_all_ranks(value):
@@ -1623,12 +1626,12 @@ TINY_CONFIG = f"{TINY}/grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-place = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
+expanded = os.path.expanduser  # a shell leaves the ~ of --output=~/runs as it is
 
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
-    text = place(text)
+    text = expanded(text)
     name = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(name) and text not in reward.GSM8K | reward.REWARDS_BY_NAME:
         return text.replace(name, os.path.abspath(name), 1)
@@ -1723,8 +1726,8 @@ class Settings:
     threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
     # this call only
     config: file = ""  # JSON, like a run's config.json
-    output: place = ""  # folder of the run; default: runs/MODEL-TIME-CODE
-    resume: place = ""  # continue the run in this folder; auto: in --output, or begin it there
+    output: expanded = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: expanded = ""  # continue the run in this folder; auto: in --output, or begin it there
     plain: bool = False  # train by plain_step alone, and print each step's rewards
     dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
 
@@ -1810,7 +1813,7 @@ def options_of_flag(name, comment):
         return options | {"action": argparse.BooleanOptionalAction}
     if isinstance(kind, dict | tuple):
         return options | {"choices": kind}
-    if kind not in (str, file, place, arguments):
+    if kind not in (str, file, expanded, arguments):
         options["metavar"] = "N"
     return options | {"type": kind}
 

@@ -78,19 +78,13 @@ def test_bad_flags(capsys, tmp_path, flags, words):
         "advantage gtpo", "reward-model m", "overlong-buffer 4", "max-resample 1")),
     *(f"--advantage {flags}" for flags in (
         "shape --reply r.py:f", "shape --reward rule", "shape --length-rescale 0.3",
-        "gdpo --reward rule think --overlong-buffer 9"))])
+        "gdpo --reward rule think --overlong-buffer 9", "gdpo")),
+    "--minibatches 3 --prompts-per-step 2"])
 def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     """The line names the first of them, before a file is looked for."""
     flags = flags.split()
     line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
     assert flags[0] in line and "no file" not in line
-
-
-@pytest.mark.parametrize("flags", ["--minibatches 3", "--advantage gdpo"])
-def test_flags_that_do_not_go_together_are_named_where_they_are_used(capsys, tmp_path, flags):
-    """In the first step, of which nothing is lost."""
-    line = refused(capsys, *FLAGS, *flags.split(), f"--output={tmp_path / 'run'}", begun=True)
-    assert flags.split()[0] in line and "--resume" in line
 
 
 @pytest.mark.parametrize("fault, words", [
