@@ -151,10 +151,9 @@ def print_table(kept):
         mine = [run for run in runs if run["trainer"] == trainer]
         cells = [spread([share(run["right"][step]) for run in mine if step in run["right"]])
                  for step in steps]
-        seconds = []
-        for run in mine:
-            last = list(run["right"])[-1]
-            seconds.append(run["cpu_seconds"][last] / int(last))
+        last = [list(run["right"])[-1] for run in mine]
+        seconds = [run["cpu_seconds"][step] / int(step) for run, step in zip(mine, last)
+                   if step in run["cpu_seconds"]]
         cells += [spread(seconds), spread([run["peak_gb"] for run in mine])]
         print(f"| {trainer} | {' | '.join(cells)} |")
     for run in runs:
@@ -167,6 +166,8 @@ def share(bits):
 
 
 def spread(values):
+    if not values:
+        return "–"
     if len(set(values)) < 2:
         return f"{mean(values):.3g}"
     return f"{mean(values):.3g} ± {stdev(values):.2g}"
