@@ -398,7 +398,7 @@ def test_each_reward_has_its_mean(tmp_path):
     assert m["reward/never"] is None
     assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
     run = run_in(folder)
-    run.read_metrics()
+    run.read_metrics(train.records_in(folder, "metrics.jsonl"))
     shown = {name for name, *_ in train.curves_of(run)}
     assert "reward/of_level" in shown and "reward/never" not in shown
     total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
@@ -455,7 +455,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
     assert tool[1:] == [str(ROOT / "tests" / "tools" / "page.py"), str(folder)]
     shown = page.main(tool[2]).read_text(encoding="utf-8")
     run = run_in(folder)
-    run.read_metrics()
+    run.read_metrics(train.records_in(folder, "metrics.jsonl"))
     titles = [title for _, title, _ in train.curves_of(run)]
     assert titles[0] == "held-out reward" and {"sampled reward", "gradient norm"} < {*titles}
     for _, title, points in train.curves_of(run):         # the same numbers here and on the page
