@@ -1424,13 +1424,15 @@ def update_bar(bar, run):
 
 def print_group(group):
     """A first look, before a weight moves: most wrong tasks are seen in one prompt and answers."""
-    print0(f"\nthe first group's prompt, as the policy gets it\n{group.prompts[0]}\n\nanswers")
+    lines = ["\nthe first group's prompt, as the policy gets it", group.prompts[0], "\nanswers"]
     parts = group.reward_parts or {}
     columns = {"reward": group.rewards, **(parts if len(parts) > 1 else {})}
     for n, answer in enumerate(group.responses):
-        rewards = [f"{name} {values[n]:g}" for name, values in columns.items()]
-        cut = [] if group.finished[n] else ["cut"]
-        print0(f"  {', '.join(rewards + cut)}: {one_line(answer)[:100]}")
+        facts = [f"{name} {values[n]:g}" for name, values in columns.items()]
+        if not group.finished[n]:
+            facts.append("cut")
+        lines.append(f"  {', '.join(facts)}: {one_line(answer)[:100]}")
+    print0("\n".join(lines))
 
 
 def example_of(first, last):

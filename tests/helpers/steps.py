@@ -65,12 +65,12 @@ def step_on(given, s, problems, prompts, generators=None):
     return train.train_step(given, train.Batch(problems, prompts, generators), s)
 
 
-def updated(p, model, optimizer, rollout, **changes):
+def updated(p, model, optimizer, rollout, is_first=True, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
     rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
     given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
     s = dataclasses.replace(p.settings, **changes)
-    return train.gradient_step(given, rollout, s)
+    return train.gradient_step(given, rollout, s, is_first)
 
 
 def all_gradients(model):
