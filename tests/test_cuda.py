@@ -323,9 +323,8 @@ def updates(device, dtype):
         rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
-    known = train.rollout_logprobs(p.policy_model, rollout, p.settings)
-    rollout.old_logprobs, rollout.entropy = known
-    return [train.gradient_step(p, rollout, p.settings) for _ in range(2)]
+    rollout.old_logprobs, _ = train.rollout_logprobs(p.policy_model, rollout, p.settings)
+    return [train.gradient_step(p, rollout, p.settings, is_first) for is_first in (True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *[torch.bfloat16] * FLASH])
@@ -516,6 +515,7 @@ def sampler_is_off(monkeypatch):
         rollout.sampler_logprobs -= 0.2 * rollout.mask * bool(given[0].fast)
         return rollout
 
+    off.__module__ = "sample"
     monkeypatch.setattr(train, "sample_groups", off)
 
 
