@@ -2,7 +2,7 @@
 
     pip install trl  # into an environment that has this project's packages
     python tests/tools/beside_trl.py --config tests/real/small.json --model runs/smollm2 \\
-        --data runs/dates.jsonl --reward tests/real/dates.py:right --system-prompt ""
+        --data runs/dates.jsonl --reward tests/real/dates.py:right
     python tests/tools/beside_trl.py --kept tests/real/dates_trl.json  # the table of what is kept
 
 Flags that are not its own are train.py's. README, "A task of your own", makes model and problems.
