@@ -1177,7 +1177,6 @@ class Run:
                     if row["eval_id"] == self.evaluations[-1]["eval_id"]]
         return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
-
     def read_metrics(self, lines):
         """Know what these lines of metrics.jsonl say."""
         for line in lines:
@@ -1404,7 +1403,6 @@ def curves_of(run, n=0):
 def points_and_steps(n):
     """How many points a curve of n sampled steps has, and of how many steps the first is a mean."""
     points = min(n, max(2, n // 5), 40)
-
     return points, math.ceil(n / points)
 
 
@@ -1595,7 +1593,6 @@ def symptoms(history, answer=""):
     rewards = torch.nn.functional.pad(rewards, (9, 0), value=math.nan)
     rewards = rewards.unfold(0, 10, 1).nanmean(dim=1)    # (n,): means of ten steps
     best, now = rewards.max(), rewards[-1]
-
     spread = column(history, "reward_std").nan_to_num().max()
 
     # All rewards were equal from the first step on, and moved nothing.
@@ -1610,8 +1607,8 @@ def symptoms(history, answer=""):
             f"{mean_of_all('truncated_fraction'):.0%} are cut, 95% have at most "
             f"{mean_of_all('response_length_p95'):.0f} tokens; the last ends in {answer[-60:]!r}; "
             "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")
-    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
 
+    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
     if best - now > 0.5 * (spread or 1):
         return (f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr, or a "
                 "higher --kl-band if that has raised beta")
@@ -2352,11 +2349,12 @@ def as_command(main):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
+    before = threading.enumerate()
     status = main(sys.argv[1:])
-    # A judge's thread may never end: it has five seconds.
-    end = threading.Timer(5, os._exit, [status])
-    end.daemon = True
-    end.start()
+    if any(thread not in before and not thread.daemon for thread in threading.enumerate()):
+        end = threading.Timer(5, os._exit, [status])  # a judge's thread may never end
+        end.daemon = True
+        end.start()
     sys.exit(status)
 
 
