@@ -1661,7 +1661,7 @@ class Settings:
     # model, data, rewards
     model: file = str(TINY)  # hub name or folder, also a run's
     data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
-    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
+    eval_data: file = ""  # held out; default: gsm8k:test, or a tenth of --data, of up to 40 half
     question_field: str = "question"  # the column of the JSONL that holds the question
     answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
     system_prompt: str = None  # system message; default: one that asks for the rule's box, or none
