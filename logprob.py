@@ -147,9 +147,17 @@ def log_softmaxes(hidden, weight, targets, temperature):
     """Yield each chunk of rows: its slice, its targets (m, 1), its log-probs (m, V) in float32."""
     if not weight.is_cuda:                       # CUDA sums half precision in float32 anyway
         weight = weight.float()
+    usual = torch.get_float32_matmul_precision()
     for rows in chunks(hidden, weight):
-        logp = scaled_logits(hidden[rows], weight, temperature).log_softmax(dim=1)
-        yield rows, targets[rows, None], logp
+        if hidden.dtype == torch.bfloat16 and not hidden.is_cuda:
+            # This lets a CPU use its units for bfloat16, which take such numbers as they are and
+            # sum in float32. It is not left on: a rotation's angles need all their digits.
+            torch.set_float32_matmul_precision("medium")
+        logits = torch.mm(hidden[rows].to(weight.dtype), weight.T, **in_float32(weight))
+        torch.set_float32_matmul_precision(usual)
+        if temperature != 1:
+            logits.div_(temperature)
+        yield rows, targets[rows, None], logits.log_softmax(dim=1)
 
 
 def p_minus_onehot(logp, target, dtype):
@@ -159,18 +167,6 @@ def p_minus_onehot(logp, target, dtype):
     torch.exp(logp, out=p)
     chosen = logp.gather(1, target)                                               # (m, 1)
     return p.scatter_(1, target, chosen.expm1().to(dtype))
-
-
-def scaled_logits(hidden, weight, temperature):
-    """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
-    usual = torch.get_float32_matmul_precision()
-    if hidden.dtype == torch.bfloat16 and not hidden.is_cuda:
-        # This lets a CPU use its units for bfloat16, which take such numbers as they are and sum in
-        # float32. It is not left on, because a rotation's angles need all their digits.
-        torch.set_float32_matmul_precision("medium")
-    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
-    torch.set_float32_matmul_precision(usual)
-    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def in_float32(x):

@@ -116,7 +116,7 @@ def train_step(parts, batch, s):
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
-    mine = groups_of_rank(rollout, s)  # of several GPUs each trains its own groups
+    mine = split_groups(rollout, WORLD_SIZE, s)[RANK]  # of several GPUs each trains a share
 
     # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
     if parts.ref_model:
@@ -131,8 +131,8 @@ def train_step(parts, batch, s):
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for rows in mini_batches(mine, s):
-            updates.append(gradient_step(parts, rows, s, is_first=not updates))
+        for share in split_groups(mine, s.minibatches, s):
+            updates.append(gradient_step(parts, share, s, is_first=not updates))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
@@ -185,7 +185,7 @@ def backward(parts, rollout, s, is_first):
         if is_first:
             metrics |= sampling_metrics(micro, entropy, loss_mask(micro, s), sizes["n_tokens"])
         shares.append(metrics)
-    return sum_of(shares)
+    return {name: sum(share[name] for share in shares) for name in shares[0]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def draw_groups(policy, parts, batch, s):
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
     drawn = together(answers_and_rewards, policy, parts, batch, s, sampler)
     rollouts, seconds = zip(*drawn)
-    return reduce(sample.joined, rollouts), seconds[rank()]
+    return reduce(sample.joined, rollouts), seconds[RANK]
 
 
 def answers_and_rewards(policy, parts, batch, s, sampler):
@@ -324,7 +324,7 @@ def without_flat_groups(policy, parts, batch, rollout, metrics, s):
             break  # there are enough groups that teach something
         metrics["resampled_groups"] += lacking
         drawn_before = len(flat) - N // G
-        others = batch.others(drawn_before, max(lacking, world()))  # every GPU draws a group
+        others = batch.others(drawn_before, max(lacking, WORLD_SIZE))  # every GPU draws a group
         more, seconds = draw_groups(policy, parts, others, s)
         rollout = sample.joined(rollout, more)
         for name, value in seconds.items():
@@ -349,11 +349,11 @@ def advantages_of(parts, rollout, s):
         "reward_weights": s.reward_weights,
         "step_rewards": rollout.step_rewards,
     }
-    if not parts.reward_of or s.reward == ["rule"]:  # by others a positive one is right
+    if not parts.reward_of or s.reward == ["rule"]:  # of others a positive one is right
         given["right"] = is_right(rollout.rule_rewards)
     if s.advantage in BY_ENTROPY:
-        _, entropy = rollout_logprobs(
-            parts.policy_model, groups_of_rank(rollout, s), s, measure=True)
+        mine = split_groups(rollout, WORLD_SIZE, s)[RANK]
+        _, entropy = rollout_logprobs(parts.policy_model, mine, s, measure=True)
         given["entropy"] = torch.cat(from_all_ranks(entropy))
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
@@ -365,11 +365,10 @@ def advantages_of(parts, rollout, s):
     return advantages.clamp(-limit, limit)
 
 
-def groups_of_rank(rollout, s):
-    """The groups that this GPU trains, as many as it has drawn -> Rollout."""
+def split_groups(rollout, n, s):
+    """Its groups in order, split as evenly as possible -> n Rollouts."""
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    mine = share_of_rank(len(groups))
-    return take(rollout, groups[list(mine)].flatten())
+    return [take(rollout, rows.flatten()) for rows in groups.tensor_split(n)]
 
 
 @torch.no_grad()
@@ -399,13 +398,6 @@ def micro_batch_logprobs(model, rollout, rows, width, s, measure):
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     return score(micro.input_ids, micro.labels, s.temperature, measure)
-
-
-def mini_batches(rollout, s):
-    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    shares = groups.tensor_split(s.minibatches)
-    return [take(rollout, rows.flatten()) for rows in shares]
 
 
 def sampling_metrics(micro, entropy, mask, n_tokens):
@@ -451,26 +443,25 @@ def answer_metrics(rollout, s):
         "reward_mean": rewards.nanmean(),
         "reward_std": std_of(centred(rewards, len(rewards))),
         "reward_std_in_groups": std_of(centred(rewards, G)).nanmean(),
-        "accuracy": share_of(is_right(known)),
-        "format_rate": share_of(known > 0),
-        "flat_groups": share_of(is_flat(rewards, G)),
+        "accuracy": is_right(known).float().mean(),
+        "format_rate": (known > 0).float().mean(),
+        "flat_groups": is_flat(rewards, G).float().mean(),
         "response_length_mean": lengths.nanmean(),
         "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": share_of(~rollout.finished[scored]),
+        "truncated_fraction": (~rollout.finished[scored]).float().mean(),
     }
     for name, values in (rollout.reward_parts or {}).items():
         metrics[name] = values.nanmean()  # NaN where it does not apply
     return metrics
 
 
-def sum_of(dicts):
-    """A list of {name: number} -> {name: the sum of its numbers}."""
-    return {name: sum(each[name] for each in dicts) for name in dicts[0]}
-
-
-def share_of(flags):
-    """(n,) bool -> the share of it that is True; NaN of nothing."""
-    return flags.float().mean()
+def means_of(dicts):
+    """A list of {name: number} -> the mean of each name of the first over all that have it."""
+    means = {}
+    for name in dicts[0]:
+        values = [numbers[name] for numbers in dicts if name in numbers]
+        means[name] = sum(values) / len(values)
+    return means
 
 
 def step_metrics(rollout, metrics, updates, s):
@@ -485,11 +476,8 @@ def step_metrics(rollout, metrics, updates, s):
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
         teaches = rollout.advantages.any(dim=1).view(-1, s.group_size)                 # (B, G)
-        metrics["flat_groups"] = share_of(~teaches.any(dim=1))
-    first_update, *others = updates  # it has measured more
-    for name, value in first_update.items():
-        values = [value] + [update[name] for update in others if name in update]
-        metrics[name] = sum(values) / len(values)
+        metrics["flat_groups"] = (~teaches.any(dim=1)).float().mean()
+    metrics |= means_of(updates)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
     return {name: float(value) for name, value in metrics.items()}
 
@@ -584,7 +572,7 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
-    at_a_time = max(1, settings.prompts_per_step // world() * settings.group_size // group_size)
+    at_a_time = max(1, settings.prompts_per_step // WORLD_SIZE * settings.group_size // group_size)
     s = replace(settings, group_size=group_size, temperature=temperature)
     policy = sampling_model(parts.policy_model)
     rows = sum(together(evaluation_rows, policy, parts, s, at_a_time), [])
@@ -613,10 +601,8 @@ def evaluate_if_due(run, parts, s):
     # Scores of other problems or rewards get another number: they never compete.
     eval_id = number_of((parts.eval_problems, s.reward, s.reward_weights, s.reward_model))
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
-    is_last = run.step == s.steps
-    is_nth = run.step % (s.eval_every or s.steps) == 0
-    is_turn = not steps or is_last or is_nth
-    if run.step in steps or not is_turn:
+    is_turn = run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
+    if run.step in steps or (steps and not is_turn):
         return
     scores, rows = evaluate(parts, s)
     run.log_evaluation({"step": run.step, "eval_id": eval_id}, scores, rows)
@@ -687,7 +673,7 @@ def dither(weight, seed, i, device=None):
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps * 2**23)
     if unit > 1:
-        part = rank() if is_sharded(weight) else 0
+        part = RANK if is_sharded(weight) else 0
         generator = seeded(seed, "off grid", i, part, device=master.device)
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
@@ -847,11 +833,11 @@ class FactoredProduct(torch.autograd.Function):
 def finished_gradients(optimizer):
     """The tensors that may have a gradient, each of them complete: LoRA's averaged over GPUs."""
     trained = trained_by(optimizer)
-    if isinstance(optimizer, LoraAdamW) and world() > 1:
+    if isinstance(optimizer, LoraAdamW) and WORLD_SIZE > 1:
         for p in trained:
             if p.grad is not None:
                 dist.all_reduce(p.grad)  # as FSDP does with shards
-                p.grad /= world()
+                p.grad /= WORLD_SIZE
     return trained + getattr(optimizer, "weights", [])
 
 
@@ -875,22 +861,15 @@ def save_adapter(run, optimizer, s):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 # What torchrun tells, read once: a user's reward may set these for a judge of its own.
-RANK, WORLD_SIZE = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-
-
-def rank():
-    return int(RANK or 0)
-
-
-def world():
-    return int(WORLD_SIZE or 1)
+RANK = int(os.environ.get("RANK") or 0)
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
 def join_ranks(s):
-    if rank() >= world():
-        raise ValueError(f"rank {rank()} of {world()}")
-    if world() == 1:
+    if RANK >= WORLD_SIZE:
+        raise ValueError(f"rank {RANK} of {WORLD_SIZE}")
+    if WORLD_SIZE == 1:
         return
     from datetime import timedelta
 
@@ -903,12 +882,12 @@ def join_ranks(s):
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors. Other ranks wait
     # while rank 0 writes a checkpoint, which can take longer than NCCL's usual ten minutes.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store,
-                            rank=rank(), world_size=world(), timeout=timedelta(hours=1))
+                            rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(hours=1))
 
 
 def leave_ranks(status):
     """End this rank with that status, once all have come here."""
-    if world() > 1:
+    if WORLD_SIZE > 1:
         dist.barrier()
         dist.destroy_process_group()
         # FSDP still holds gloo's threads. One that is awake while Python ends aborts the process.
@@ -918,15 +897,15 @@ def leave_ranks(status):
 
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
-    begin = rank() * n // world()
-    end = (rank() + 1) * n // world()
+    begin = RANK * n // WORLD_SIZE
+    end = (RANK + 1) * n // WORLD_SIZE
     return range(begin, end)
 
 
 def from_all_ranks(value):
     """Every rank's value, a list."""
-    values = [value] * world()
-    if world() > 1:
+    values = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
 
@@ -964,13 +943,12 @@ def stopped():
 
 def mean_of_ranks(numbers):
     """{name: number} -> their means over the ranks."""
-    everywhere = from_all_ranks({name: float(value) for name, value in numbers.items()})
-    return {name: sum(each[name] for each in everywhere) / world() for name in numbers}
+    return means_of(from_all_ranks({name: float(value) for name, value in numbers.items()}))
 
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank."""
-    return from_all_ranks(function(*args) if rank() == 0 else None)[0]
+    return from_all_ranks(function(*args) if RANK == 0 else None)[0]
 
 
 def is_sharded(tensor):
@@ -997,7 +975,7 @@ def shard(model, s, samples=False):
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
         vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
-    wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
+    wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (WORLD_SIZE,)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
     for layer in next(lists):  # one decoder layer at a time: the others wait in host memory
@@ -1120,7 +1098,7 @@ class Run:
 
     @property
     def writes(self):
-        return self.folder and rank() == 0
+        return self.folder and RANK == 0
 
     @property
     def resume_command(self):
@@ -1423,14 +1401,12 @@ def update_bar(bar, run):
 def print_group(group):
     """A first look, before a weight moves: most wrong tasks are seen in one prompt and answers."""
     lines = ["\nthe first group's prompt, as the policy gets it", group.prompts[0], "\nanswers"]
-    parts = group.reward_parts or {}
-    columns = {"reward": group.rewards, **(parts if len(parts) > 1 else {})}
     for n, answer in enumerate(group.responses):
-        facts = [f"{name} {values[n]:g}" for name, values in columns.items()]
-        if not group.finished[n]:
-            facts.append("cut")
+        row = row_of(group, n)
+        facts = [f"{name} {row[name]!s:.7}" for name in reward_names([row])]
+        facts += ["cut"] * (not group.finished[n])
         lines.append(f"  {', '.join(facts)}: {one_line(answer)[:100]}")
-    print0("\n".join(lines))
+    print0("\n".join(lines))  # each print0 draws the bar anew
 
 
 def example_of(first, last):
@@ -1743,7 +1719,7 @@ class Settings:
     @property
     def has_shards(self):
         """Whether each of several ranks holds a part of the weights. LoRA's ranks hold all."""
-        return world() > 1 and self.lora_rank == 0
+        return WORLD_SIZE > 1 and self.lora_rank == 0
 
 
 FIELDS = vars(Settings())  # {name: default}
@@ -1851,8 +1827,7 @@ def parse(words):
             raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     if s.system_prompt is None:  # rewards of one's own may ask for no box
-        own = s.reward_model or s.step_reward
-        rewards = s.reward or [] if own else s.reward or ["rule"]
+        rewards = s.reward or ([] if s.reward_model or s.step_reward else ["rule"])
         s.system_prompt = "" if {"rule", "think"}.isdisjoint(rewards) else BOXED
     s.model = final_of(s.model)
     s.config = source or ""
@@ -1894,7 +1869,7 @@ def check_settings(s):
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and not of_runs.isdisjoint(os.listdir(s.output))
     refusals = [
-        (s.plain and (world() > 1 or variants),
+        (s.plain and (WORLD_SIZE > 1 or variants),
          f"--plain: the definitions know one process, and no {' '.join(variants)}"),
         (band and s.aggregate == "constant",
          "--kl-band: needs a KL per token, not --aggregate constant"),
@@ -1921,7 +1896,7 @@ def check_settings(s):
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (not s.kl_coef and (band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.minibatches > max(1, s.prompts_per_step // world()),
+        (s.minibatches > max(1, s.prompts_per_step // WORLD_SIZE),
          f"--minibatches {s.minibatches}: more than the --prompts-per-step of a process"),
     ]
     for is_so, line in refusals:
@@ -2008,7 +1983,7 @@ def fit_gpu(s):
     room = 0.9 * free / 1e9 - REST  # a tenth is for the allocator's fragments
     n = model.num_parameters() / 1e9
     size = model.dtype.itemsize
-    part = n / world() if s.has_shards else n
+    part = n / WORLD_SIZE if s.has_shards else n
     weights = size * (n + part * (s.kl_coef > 0))  # of policy and reference
     # Gradients, masters and two moments are float32. LoRA's factors are few, but it needs the first
     # weights, which a reference has.
@@ -2044,8 +2019,8 @@ def fit_gpu(s):
 def load(s, to_train=True):
     """Settings that plan_memory has completed -> the Parts of a run, or of an evaluation alone."""
     torch.set_num_threads(s.threads)
-    if s.prompts_per_step < world():
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
+    if s.prompts_per_step < WORLD_SIZE:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: there are {WORLD_SIZE} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     reward_model = reward.FixedRewards()
     ref_model = optimizer = None
@@ -2136,46 +2111,43 @@ def checked_problems(flag, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    with checking_prompts(flag, tokenizer, s) as check:
-        return reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                    check, partial(with_progress, desc=f"reading {source}"))
+    with blame(f"{flag}:"):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer)
+    check_prompts(f"{flag} {source}", problems, tokenizer, s)
+    return problems
 
 
-@contextmanager
-def checking_prompts(flag, tokenizer, s):
-    """Yields check(problem): every prompt is checked now, not in the step that happens to draw it.
+def check_prompts(source, problems, tokenizer, s):
+    """Check every prompt now, not in the step that happens to draw it; tell what is odd in them.
 
-    BadInput: one is too long for the model. At the end it tells what is odd in them.
+    BadInput: one is too long for the model.
     """
     config = sample.checked_config(s.model)
     limit = length_limit(config)
     T = s.answer_tokens
     if s.around_best:  # behind its stem, half an answer, a branch is drawn in full
         T += T // 2
-    unknown = []  # how many words of each prompt the tokenizer does not know
+    unknown = 0  # words that the tokenizer does not know
     marked = []  # one special token of each problem that holds some
-
-    def check(problem):
-        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-        ids = sample.ids_of(tokenizer, prompt)
-        unknown.append(ids.count(tokenizer.unk_token_id))
-        marked.extend(sample.marks_in(tokenizer, problem)[:1])
-        if max(ids) >= config.get_text_config().vocab_size:
-            raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its tokenizer "
-                             "has more words")
-        if len(ids) + T > limit:
-            raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more than "
-                             f"the model's {limit} positions: lower --max-new-tokens or "
-                             "--max-turns, or take out such problems")
-
-    with blame(f"{flag}:"):
-        yield check
-    if any(unknown):
-        print0(f"{flag}: {sum(unknown)} words of the prompts are unknown to the tokenizer of "
+    for n, problem in enumerate(with_progress(problems, desc="prompts"), start=1):
+        with blame(f"{source}, problem {n}:"):
+            ids = sample.ids_of(tokenizer, chat_prompt(tokenizer, problem, s.system_prompt))
+            if max(ids) >= config.get_text_config().vocab_size:
+                raise ValueError(f"a word has the id {max(ids)}, which the model lacks: its "
+                                 "tokenizer has more words")
+            if len(ids) + T > limit:
+                raise ValueError(f"a prompt of {len(ids)} tokens and {T} of an answer are more "
+                                 f"than the model's {limit} positions: lower --max-new-tokens or "
+                                 "--max-turns, or take out such problems")
+        unknown += ids.count(tokenizer.unk_token_id)
+        marked += sample.marks_in(tokenizer, problem)[:1]
+    if unknown:
+        print0(f"{source}: {unknown} words of the prompts are unknown to the tokenizer of "
                f"{s.model}, and are all one word to the policy; choose a --model that knows them")
     if marked:
-        print0(f"{flag}: {len(marked)} problems hold {marked[0]} or the like, which only the chat "
-               "template may write, and a space breaks it up: give the bare question, or messages")
+        print0(f"{source}: {len(marked)} problems hold {marked[0]} or the like, which only the "
+               "chat template may write, and a space breaks it up: give the bare question, or "
+               "messages")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2219,12 +2191,12 @@ def in_one_line(program, run):
             if re.search("logprob.py|in write_answers|loss.backward", traceback.format_exc()):
                 advice += " (--no-fast takes no fast paths)"
             error.add_note(advice)
-        if world() > 1:
-            fault = f"rank {rank()}: {fault or traceback.format_exc()}"
+        if WORLD_SIZE > 1:
+            fault = f"rank {RANK}: {fault or traceback.format_exc()}"
         if not fault:
             raise
         print(f"{program}: {sample.printable(fault)}", file=sys.stderr)
-        if world() > 1:
+        if WORLD_SIZE > 1:
             os._exit(2)  # sys.exit() would wait for collectives
 
 
@@ -2271,7 +2243,7 @@ def train(parts, s, run):
     except Exception as error:
         # One in a reward, say, finds a whole step, and costs none. With other ranks, which may not
         # come here, it costs those since the last checkpoint.
-        if hasattr(error, "costs_no_step") and world() == 1:
+        if hasattr(error, "costs_no_step") and WORLD_SIZE == 1:
             save_checkpoint(run, parts, s)
         raise
     if number := stopped():
@@ -2293,7 +2265,7 @@ def print_start(run, parts, s):
     trained = sum(p.numel() for p in trained_by(parts.optimizer))
     factors = ", the factors of LoRA" * (s.lora_rank > 0)
     print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
-           f"{world()}; settings of {s.config or 'the command line'}\n"
+           f"{WORLD_SIZE}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.folder}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
@@ -2329,7 +2301,7 @@ def survive_closing(stream):
 
 def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
-    if rank() == 0:
+    if RANK == 0:
         with tqdm.external_write_mode(file):
             print(sample.printable(line), file=file, flush=True)
 
@@ -2338,8 +2310,8 @@ def command(program, *flags):
     """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
-    if world() > 1 and program == "train.py":  # on several machines --nnodes is lacking
-        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
+    if WORLD_SIZE > 1 and program == "train.py":  # on several machines --nnodes is lacking
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', WORLD_SIZE)}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 

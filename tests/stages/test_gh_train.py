@@ -334,8 +334,8 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny, monkeypatch):
     assert len(others) == 8 and not others & {*drawn[0][0]}
     assert {*batch(12, 3, range(8, 12))[0]} == {*drawn[0][0]}
     assert len({*batch(4, 1, range(12))[1]}) == 12        # answers differ where problems repeat
-    monkeypatch.setattr(train, "WORLD_SIZE", "3")
-    monkeypatch.setattr(train, "RANK", "2")
+    monkeypatch.setattr(train, "WORLD_SIZE", 3)
+    monkeypatch.setattr(train, "RANK", 2)
     assert len(batch(12, 1, range(6))[0]) == 2            # each rank has its share
 
 
@@ -551,7 +551,7 @@ def test_a_policy_that_has_no_room_for_the_problems_is_named(capsys, finished_ru
     edit_json(other / "config.json", max_position_embeddings=30)
     line = refused(capsys, finished_run.folder, f"--against={other}", "--eval-limit=2", begun=True,
                    program=evaluate)
-    assert f"--against {other}: " in line and "30 positions" in line
+    assert f"--against {other}, problem 1: " in line and "30 positions" in line
 
 
 def test_a_comparison_tells_what_the_other_was_trained_by(capsys, finished_run, tmp_path):

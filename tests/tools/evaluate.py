@@ -105,9 +105,7 @@ def with_policy(parts, s, against):
     other = replace(s, model=against)
     with blame(f"--against {against}:"):
         policy, tokenizer = train.load_policy(other)
-    with train.checking_prompts(f"--against {against}", tokenizer, other) as check:
-        for problem in parts.eval_problems:
-            check(problem)
+    train.check_prompts(f"--against {against}", parts.eval_problems, tokenizer, other)
     return replace(parts, policy_model=train.shard(policy, s, samples=True), tokenizer=tokenizer)
 
 

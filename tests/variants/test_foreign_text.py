@@ -173,4 +173,4 @@ def test_problems_that_hold_a_template_are_counted(capsys, tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     s = train.plan_memory(train.parse([]))
     train.checked_problems("--data", tmp_path / "x.jsonl", tokenizer, s)
-    assert f"--data: 2 problems hold {mark}" in capsys.readouterr().out
+    assert f"x.jsonl: 2 problems hold {mark}" in capsys.readouterr().out

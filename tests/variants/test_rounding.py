@@ -101,8 +101,8 @@ def test_each_shard_of_a_weight_has_its_own_places(monkeypatch):
         full_tensor = to_local = torch.Tensor.detach
 
     shards = []
-    monkeypatch.setattr(train, "WORLD_SIZE", "2")
-    for rank in "01":
+    monkeypatch.setattr(train, "WORLD_SIZE", 2)
+    for rank in (0, 1):
         monkeypatch.setattr(train, "RANK", rank)
         shards.append(dither(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
     assert not torch.equal(*shards)

@@ -178,7 +178,7 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, mixed_rollout(p), [])["skipped_updates"] == 4  # one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
-    first, second = train.mini_batches(rollout, settings("--group-size=2", "--minibatches=2"))
+    first, second = train.split_groups(rollout, 2, settings("--group-size=2"))
     drawn = rollout.sampler_logprobs
     same([first.sampler_logprobs, second.sampler_logprobs], [drawn[:6], drawn[6:]])
 

@@ -238,10 +238,10 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     for flag, rows, words in (
             *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on, beside those that "
                "are held out (--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
-            ("--data", longer, "x.jsonl, line 3: a prompt of "),
-            ("--data", [GOOD, {**GOOD, "question": "half a \ud800"}], "x.jsonl, line 3: "),
+            ("--data", longer, "x.jsonl, problem 2: a prompt of "),
+            ("--data", [GOOD, {**GOOD, "question": "half a \ud800"}], "x.jsonl, problem 2: "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
-            ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):
+            ("--data", [GOOD, {**GOOD, **asked}], "problem 2: a message has no text, or a ")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith(f"train.py: {flag}") and words in line
@@ -256,7 +256,7 @@ def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path):
         trains(*FLAGS, "--max-new-tokens=40", "--micro-batch-tokens=1", "--group-size=16",
                f"--output={tmp_path / str(slow)}")
         err = capsys.readouterr().err
-        bars = [word in err for word in ("GRPO", "reading", "tokens:", "micro-batches:")]
+        bars = [word in err for word in ("GRPO", "prompts", "tokens:", "micro-batches:")]
         assert bars == [True, slow, slow, slow]
 
 

@@ -70,7 +70,7 @@ def test_the_other_policy_asks_by_its_own_template(capsys, tmp_path):
     template = other / "chat_template.jinja"
     template.write_text(template.read_text() + "{{ 200 * ' Anna' }}")
     line = refused(capsys, *FLAGS, f"--against={other}", begun=True, program=evaluate)
-    assert f"--against {other}: a prompt of " in line and "128 positions" in line
+    assert f"--against {other}, problem 1: a prompt of " in line and "128 positions" in line
 
 
 # --- What a reward imports ------------------------------------------------------------------------

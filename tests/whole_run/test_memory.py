@@ -57,7 +57,7 @@ def test_shards_need_less(capsys, machine, big, monkeypatch):
     """Of four GPUs each has a whole policy, and a quarter of the rest."""
     machine("cuda", 130)
     one, _ = terms_of(capsys, big, "--dry-run")
-    monkeypatch.setattr(train, "WORLD_SIZE", "4")
+    monkeypatch.setattr(train, "WORLD_SIZE", 4)
     four, _ = terms_of(capsys, big, "--dry-run")
     for term, share in (("training", 1 / 4), ("policy and reference", 5 / 8)):
         assert four[term] == pytest.approx(share * one[term], abs=0.1)

@@ -56,7 +56,8 @@ def tell(monkeypatch, variables):
     """As torchrun tells them; train.py has read two of these when it was imported."""
     for name, value in variables.items():
         if name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.setattr(train, name, value)
+            nothing = {"RANK": 0, "WORLD_SIZE": 1}[name]
+            monkeypatch.setattr(train, name, int(value or nothing))
         else:
             monkeypatch.setenv(name, value)
 
@@ -84,7 +85,7 @@ def test_variables_of_torchrun_that_are_set_in_part(monkeypatch, capsys, told):
 def test_variables_that_mean_one_process_have_no_effect(monkeypatch, told):
     tell(monkeypatch, told)
     assert train.join_ranks(train.Settings()) is None
-    monkeypatch.setattr(train, "WORLD_SIZE", "32")                # of a machine that is planned
+    monkeypatch.setattr(train, "WORLD_SIZE", 32)                # of a machine that is planned
     trains("--dry-run=80")
 
 
@@ -114,7 +115,7 @@ def ended(processes):
 
 
 def becomes_rank(rank, ranks, port):
-    train.RANK, train.WORLD_SIZE = rank, ranks
+    train.RANK, train.WORLD_SIZE = int(rank), int(ranks)
     os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="localhost",
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 

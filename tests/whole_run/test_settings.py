@@ -77,7 +77,7 @@ def test_the_default_limit_of_an_answer_leaves_half_of_the_positions(tmp_path):
 
 def test_the_command_that_goes_on_is_the_one_that_began(monkeypatch):
     assert train.command("train.py", "--resume", "x").startswith(f"{sys.executable} ")
-    monkeypatch.setattr(train, "WORLD_SIZE", "2")
+    monkeypatch.setattr(train, "WORLD_SIZE", 2)
     assert train.command("train.py", "--resume", "x").startswith("torchrun --nproc-per-node=2 /")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")           # of two nodes
     assert train.command("train.py").startswith("torchrun --nproc-per-node=1 /")

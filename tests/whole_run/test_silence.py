@@ -177,7 +177,7 @@ def test_ranks_are_those_of_the_beginning(own, monkeypatch, tmp_path):
             return [1.0 for _ in completions]
         """)
     trains(*FLAGS, f"--reward={file}:score", f"--output={tmp_path / 'run'}")
-    assert (train.rank(), train.world()) == (0, 1) and (tmp_path / "run" / "final").exists()
+    assert (train.RANK, train.WORLD_SIZE) == (0, 1) and (tmp_path / "run" / "final").exists()
 
 
 @pytest.mark.parametrize("value", ["dict.fromkeys(completions, 1.0)", "set(completions)",
@@ -308,7 +308,7 @@ def test_a_word_that_the_model_lacks_is_named_at_loading(capsys, model, tmp_path
     data.write_text(json.dumps({"question": "walrus 9 ?", "answer": "9"}) + "\n"
                     + (TINY / "few.jsonl").read_text())
     line = refused(capsys, *FLAGS, f"--model={model}", f"--data={data}")
-    assert "d.jsonl, line 1" in line and "the model lacks" in line
+    assert "d.jsonl, problem 1" in line and "the model lacks" in line
 
 
 @pytest.mark.parametrize("setting", [{"_attn_implementation": "flash_attention_3"},
