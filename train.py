@@ -561,7 +561,7 @@ LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, abov
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
+    lr = s.lr * min(1.0, step / max(s.warmup_steps, 1))
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
     lr *= LR_SCHEDULES[s.lr_schedule](left)
@@ -620,7 +620,7 @@ def evaluate_if_due(run, parts, s):
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
-    options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
+    options = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -1707,11 +1707,6 @@ class Settings:
     dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
 
     @property
-    def learning_rate(self):
-        """Of the optimizer: --lr or its default."""
-        return self.lr or (1e-4 if self.lora_rank else 1e-6)
-
-    @property
     def answer_tokens(self):
         """The most tokens that the policy can write in one row, over all turns of --reply."""
         return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
@@ -1829,6 +1824,7 @@ def parse(words):
     if s.system_prompt is None:  # rewards of one's own may ask for no box
         rewards = s.reward or ([] if s.reward_model or s.step_reward else ["rule"])
         s.system_prompt = "" if {"rule", "think"}.isdisjoint(rewards) else BOXED
+    s.lr = s.lr or (1e-4 if s.lora_rank else 1e-6)
     s.model = final_of(s.model)
     s.config = source or ""
     return s
@@ -2093,11 +2089,8 @@ def load_data(s, tokenizer, to_train):
     else:
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    each_once = reward.distinct(eval_problems)  # equal ones would be answered alike
-    if len(each_once) < len(eval_problems):
-        print0(f"--eval-data: {len(eval_problems)} problems, of which {len(each_once)} differ; "
-               "equal ones are asked once")
-    eval_problems = reward.distinct(each_once, s.eval_limit or None)
+    # Each once, for equal ones would be answered alike
+    eval_problems = reward.distinct(eval_problems, s.eval_limit or None)
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if to_train and len(problems) < s.prompts_per_step:

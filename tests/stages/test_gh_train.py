@@ -502,7 +502,7 @@ def test_an_evaluation_prints_the_figures(capsys):
         assert re.search(rf"\nmaj@{k} +0\.\d\d\d {error}\n", out)
 
 
-def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):
+def test_problems_that_are_equal_are_asked_once(tmp_path):
     """And the limit takes any of them, wherever they stand in the file."""
     lines = (train.TINY / "few.jsonl").read_text().splitlines()
     asked = []
@@ -511,8 +511,6 @@ def test_problems_that_are_equal_are_asked_once(capsys, tmp_path):
         s = settings(f"--data={train.TINY / 'few.jsonl'}", f"--eval-data={tmp_path / 'd.jsonl'}",
                      "--eval-limit=5")
         asked.append([problem["question"] for problem in train.load(s).eval_problems])
-        told = "--eval-data: 96 problems, of which 32 differ" in capsys.readouterr().out
-        assert told == (len(order) == 96)
     assert sorted(asked[0]) == sorted(asked[1]) and asked[0] == asked[1][::-1]
     assert asked[0] != [json.loads(line)["question"] for line in lines[:5]]
 

@@ -103,7 +103,7 @@ def page_of(run, sections, s):
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
 <p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
-and G = {s.group_size} answers to each; lr {s.learning_rate:g}. The best evaluation is that of step
+and G = {s.group_size} answers to each; lr {s.lr:g}. The best evaluation is that of step
 {best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means of the
 first and of the last {n} steps. What is 0 throughout is left out.</p>
 <ul>{items}</ul><div>{figures}</div>
