@@ -215,7 +215,7 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # A token's position is its column. Only attention mixes tokens: each sees those of the row in which
 # it runs, up to itself.
 
-AFTER_LABELS = 2**40                     # stands for ids behind the last label, and sorts last
+AFTER_LABELS = 2**40                     # the code of what follows the last label; it sorts last
 
 
 class Tree(NamedTuple):
@@ -240,17 +240,18 @@ def prefix_tree(input_ids, labels):
     column = torch.arange(labels.shape[1])
     last_label = (is_label * column).amax(dim=1, keepdim=True)                    # (N, 1)
     last_label = last_label.clamp(min=1)
-    rows = (2 * input_ids + is_label).where(column <= last_label, AFTER_LABELS)   # (N, S)
-    rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
-    lengths = (rows < AFTER_LABELS).sum(dim=1) - 1
-    place = torch.arange(rows.numel()).view_as(rows)
-    change = rows.diff(dim=0, prepend=rows[:1] - 1)      # (U, S); all of the first row is new
+    # Id and label are one number, 2 id + 1 of a label and 2 id of another token.
+    codes = (2 * input_ids + is_label).where(column <= last_label, AFTER_LABELS)  # (N, S)
+    codes, row_of = codes.unique(dim=0, return_inverse=True)                      # (U, S)
+    lengths = (codes < AFTER_LABELS).sum(dim=1) - 1
+    place = torch.arange(codes.numel()).view_as(codes)
+    change = codes.diff(dim=0, prepend=codes[:1] - 1)    # (U, S); all of the first row is new
     is_new = (change != 0).cummax(dim=1).values          # as is all behind a token that is new
     first_place = place.where(is_new, 0).cummax(dim=0).values
-    label_places = place[is_new & (rows % 2 == 1)]
+    label_places = place[is_new & (codes % 2 == 1)]
     runs_here = is_new & (column < lengths[:, None])
     in_long_row = runs_here.flatten().cumsum(dim=0)[first_place] - 1
-    ids = rows % AFTER_LABELS // 2
+    ids = codes % AFTER_LABELS // 2
     return Tree(ids, first_place, label_places, runs_here, lengths, in_long_row, row_of)
 
 
@@ -268,17 +269,17 @@ def hidden_states(model, tree):
     A model of a fast family runs one long row, any other the padded rows.
     """
     ids = tree.ids
-    before = tree.label_places - 1
+    before = tree.label_places - 1                       # among the tokens of all rows
     options = {}
     if has_long_rows(model):
         ids = ids[tree.runs_here][None]                                           # (1, T)
-        before = tree.in_long_row.flatten()[before]
+        before = tree.in_long_row.flatten()[before]      # among those of the long row
         positions = tree.runs_here.nonzero()[None, :, 1]                          # (1, T)
         positions, = to_device(model.device, positions)
         attention = flash_attention if has_flash(model) else block_attention
         options = dict(
             position_ids=positions,
-            # Nobody reads this one, but without any the model would make its own.
+            # `attend` reads no mask, but a model that gets none makes one.
             attention_mask=positions[None, None],
             attend=attention(model, tree))               # every layer's attention gets it
     ids, before = to_device(model.device, ids, before)
@@ -301,10 +302,10 @@ def flash_attention(model, tree):
     column = torch.arange(tree.ids.shape[1])                                      # (S,)
     keys = tree.in_long_row[column < tree.lengths[:, None]]      # of all rows, one behind another
     queries_each = tree.runs_here.sum(dim=1)                                      # (U,)
-    lengths = torch.stack((queries_each, tree.lengths))          # of queries and of keys: (2, U)
-    longest = lengths.amax(dim=1).tolist()
+    counts = torch.stack((queries_each, tree.lengths))           # of queries and of keys: (2, U)
+    longest = counts.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
-    bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
+    bounds = pad(counts.cumsum(dim=1), (1, 0)).int()
     keys, bounds = to_device(model.device, keys, bounds)
     options = {"window_size": (-1, 0)}                           # causal
     if "enable_gqa" in signature(varlen_attn).parameters:        # torch 2.11 shares key heads, too

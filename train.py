@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves i
 # What torch and tqdm read when they are imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large blocks on a CPU in huge pages
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # of bfloat16 products: half a MB for each shape
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # shapes of bfloat16 products, half a MB each
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # likewise
 if "microsoft" not in platform.release():  # CUDA's blocks may grow, not on WSL 2 (pytorch 192330)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -90,7 +90,7 @@ class Parts:
     eval_problems: list                 # held out
     sampler: object = sample_groups     # [A] draws answers, called like sample_groups
     reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
-    reward_model: object = reward.FixedRewards()  # behind reward_of, with --reward-model
+    reward_model: object = None         # behind reward_of, with --reward-model
 
 
 @dataclass
@@ -116,7 +116,11 @@ def train_step(parts, batch, s):
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
-    mine = split_groups(rollout, WORLD_SIZE, s)[RANK]  # of several GPUs each trains a share
+
+    # Every GPU has seen the rows of all, for metrics and for [C]. It trains its own groups.
+    mine = split_groups(rollout, WORLD_SIZE, s)[RANK]
+    if s.mask_truncated:  # the reward of a cut answer has counted in its group's mean
+        mine.labels[~mine.finished] = sample.IGNORE
 
     # [D] Log-probs of the answers' tokens under the reference: (N, S-1).
     if parts.ref_model:
@@ -131,19 +135,22 @@ def train_step(parts, batch, s):
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for share in split_groups(mine, s.minibatches, s):
-            updates.append(gradient_step(parts, share, s, is_first=not updates))
+        for rows in split_groups(mine, s.minibatches, s):
+            updates.append(gradient_step(parts, rows, s, measure=not updates))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
 
-def gradient_step(parts, rollout, s, is_first=True):
-    """One gradient step on these rows -> its metrics. The first one of a rollout measures more."""
-    metrics = backward(parts, rollout, s, is_first)
+def gradient_step(parts, rollout, s, measure=True):
+    """One gradient step on these rows -> its metrics.
+
+    The first one of a rollout, with the policy that drew it, also measures entropy and the sampler.
+    """
+    metrics = backward(parts, rollout, s, measure)
     grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**metrics, "grad_norm": whole_of(grad_norm)})
-    if is_first:
-        check_sampler(parts, metrics["sampler_difference"], s)
+    if measure:
+        check_sampler(parts, metrics["sampler_difference"], s)  # or the run ends here
     # [G] The gradient step. One that is not finite is skipped and counted.
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
@@ -152,23 +159,23 @@ def gradient_step(parts, rollout, s, is_first=True):
     return metrics | {"skipped_updates": skipped}
 
 
-def backward(parts, rollout, s, is_first):
+def backward(parts, rollout, s, measure):
     """[D] [E] [F] The gradient of the loss -> its metrics."""
-    mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
-    # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    n_rows = mask.any(dim=1).sum()
-    sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": mask.sum()})
+    # micro-batches simply add up. Several GPUs divide by the mean of their sizes, because FSDP
+    # averages gradients.
+    n_rows = rollout.mask.any(dim=1).sum()  # that have a token in the loss
+    sizes = mean_of_ranks({"n_rows": n_rows, "n_tokens": rollout.mask.sum()})
     shares = []  # of each metric, what a micro-batch adds to it
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, is_first)
+        logp, entropy = micro_batch_logprobs(parts.policy_model, rollout, rows, width, s, measure)
         micro = take(rollout, rows, width, logp.device)
         if micro.old_logprobs is None:  # the policy as it is now is pi_old
             micro.old_logprobs = logp.detach()
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(
-            logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, loss_mask(micro, s),
+            logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages, micro.mask,
             clip_eps=s.clip_eps,
             kl_coef=s.kl_coef,
             clip_eps_high=s.clip_eps_high,
@@ -182,8 +189,8 @@ def backward(parts, rollout, s, is_first):
             sampler_cap=s.sampler_correction,
             **sizes)
         loss.backward()
-        if is_first:
-            metrics |= sampling_metrics(micro, entropy, loss_mask(micro, s), sizes["n_tokens"])
+        if measure:
+            metrics |= sampling_metrics(micro, entropy, sizes["n_tokens"])
         shares.append(metrics)
     return {name: sum(share[name] for share in shares) for name in shares[0]}
 
@@ -223,12 +230,13 @@ def train_grpo(parts, settings, run=None):
                 break
             step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
-            adapt_kl_coef(run, s)
+            if s.kl_band and run.history:
+                s.kl_coef = kl_coef_after(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
             metrics, rollout = train_step(parts, batch, s)
-            # Every --renew-reference steps: a new reference, a reward model that is trained further
-            metrics |= update_reference(parts, rollout, step, s)
+            if s.renew_reference:  # iterative GRPO
+                metrics |= update_reference(parts, rollout, step, s)
             run.log_step({"step": step, "lr": lr, **metrics}, rollout, s.group_size)
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
@@ -243,6 +251,7 @@ def train_grpo(parts, settings, run=None):
 #   the loop        batch_of_step … evaluate_if_due        what train_grpo calls
 #   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
+#   signals         together, listening_to_signals         Ctrl-C costs no step, and spoils none
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   what it shows   curves_of, print_story                 the bar, the last lines
 #   its figures     compared, symptoms                     what was gained; when a run warns
@@ -263,8 +272,13 @@ def scored_groups(parts, batch, s):
     metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
         rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
-    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
-                            s.overlong_buffer)
+    lengths = rollout.mask.sum(dim=1)                                                  # (N,)
+    if s.length_rescale:
+        rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
+                                                 s.length_rescale)
+    if s.overlong_buffer:
+        rollout.rewards = rollout.rewards + reward.overlong_penalty(lengths, s.answer_tokens,
+                                                                    s.overlong_buffer)
     return rollout, metrics
 
 
@@ -275,8 +289,8 @@ def draw_groups(policy, parts, batch, s):
         score = partial(score_responses, ground_truths=truths_of(batch.problems),
                         group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    drawn = together(answers_and_rewards, policy, parts, batch, s, sampler)
-    rollouts, seconds = zip(*drawn)
+    of_ranks = together(answers_and_rewards, policy, parts, batch, s, sampler)
+    rollouts, seconds = zip(*of_ranks)
     return reduce(sample.joined, rollouts), seconds[RANK]
 
 
@@ -286,7 +300,7 @@ def answers_and_rewards(policy, parts, batch, s, sampler):
     G = s.group_size
     rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
                       batch.generators)
-    drawn = time.perf_counter()
+    middle = time.perf_counter()
     rollout.problems = reward.repeat_each(batch.problems, G)                           # N
     rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
     texts = list(map(reward.opened, rollout.responses, rollout.prompts))
@@ -304,8 +318,8 @@ def answers_and_rewards(policy, parts, batch, s, sampler):
     unscored = rollout.rewards.isnan()
     rollout.labels[unscored] = sample.IGNORE
     rollout.rule_rewards[unscored] = math.nan
-    return rollout, {"seconds_sampling": drawn - start,
-                     "seconds_scoring": time.perf_counter() - drawn}
+    return rollout, {"seconds_sampling": middle - start,
+                     "seconds_scoring": time.perf_counter() - middle}
 
 
 def without_flat_groups(policy, parts, batch, rollout, metrics, s):
@@ -349,7 +363,7 @@ def advantages_of(parts, rollout, s):
         "reward_weights": s.reward_weights,
         "step_rewards": rollout.step_rewards,
     }
-    if not parts.reward_of or s.reward == ["rule"]:  # of others a positive one is right
+    if not parts.reward_of or s.reward == ["rule"]:  # elsewhere a positive reward means right
         given["right"] = is_right(rollout.rule_rewards)
     if s.advantage in BY_ENTROPY:
         mine = split_groups(rollout, WORLD_SIZE, s)[RANK]
@@ -400,11 +414,11 @@ def micro_batch_logprobs(model, rollout, rows, width, s, measure):
     return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
-def sampling_metrics(micro, entropy, mask, n_tokens):
+def sampling_metrics(micro, entropy, n_tokens):
     """Of the policy that drew these rows, their share of means over all n_tokens in the loss."""
     apart = (micro.sampler_logprobs - micro.old_logprobs).abs()                        # (n, S-1)
-    known = mask & micro.old_logprobs.isfinite()  # else the update is skipped
-    return {"entropy": entropy.where(mask, 0).sum() / max(n_tokens, 1),
+    known = micro.mask & micro.old_logprobs.isfinite()  # else the update is skipped
+    return {"entropy": entropy.where(micro.mask, 0).sum() / max(n_tokens, 1),
             "sampler_difference": apart.where(known, 0).sum() / max(n_tokens, 1)}
 
 
@@ -420,17 +434,10 @@ def check_sampler(parts, nats, s):
                        f"token; {mend}")
 
 
-def loss_mask(rollout, s):
-    """(N, S-1) bool: the tokens in the loss."""
-    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
-        return rollout.mask & rollout.finished[:, None]
-    return rollout.mask
-
-
 def answer_metrics(rollout, s):
     """The metrics of drawn answers and of their rewards, before their length counts."""
     G = s.group_size
-    if s.around_best and G > 2:  # the other halves continue the best: they are no free draws
+    if s.around_best and G > 2:  # the second half of a group continues the best of the first
         rollout = take(rollout, [n for n in range(len(rollout.responses)) if n % G < G // 2])
         G //= 2
     rewards = rollout.rewards                                                          # (N,)
@@ -456,7 +463,7 @@ def answer_metrics(rollout, s):
 
 
 def means_of(dicts):
-    """A list of {name: number} -> the mean of each name of the first over all that have it."""
+    """Dicts of numbers -> {name: its mean over those that have it}, for the names of the first."""
     means = {}
     for name in dicts[0]:
         values = [numbers[name] for numbers in dicts if name in numbers]
@@ -530,28 +537,29 @@ def number_of(value):
 
 
 def update_reference(parts, rollout, step, s):
-    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
-    if not s.renew_reference:
-        return {}
-    # Every rank keeps the same pairs of answers, and takes the same steps on them.
-    parts.reward_model.collect_pairs(rollout.judged, s.group_size, seeded(s.seed, "pairs", step))
+    """Every --renew-reference steps a new reference and a better reward model -> metrics."""
+    model = parts.reward_model
+    if model:  # every rank keeps the same pairs of answers, and takes the same steps on them
+        model.collect_pairs(rollout.judged, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
     parts.ref_model.load_state_dict(parts.policy_model.state_dict())
-    metrics = parts.reward_model.train(seeded(s.seed, "reward model", step))
-    return {"reference_renewed": 1.0, **metrics}
+    metrics = {"reference_renewed": 1.0}
+    if model:
+        metrics |= model.train(seeded(s.seed, "reward model", step))
+    return metrics
 
 
-def adapt_kl_coef(run, s):
-    """--kl-band: this step's beta, by the metrics of the last step."""
-    if s.kl_band and run.history:
-        last = run.history[-1]
-        s.kl_coef = last["kl_coef"]
-        if last["approx_kl"] is not None:  # else the step was skipped
-            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
+def kl_coef_after(last, s):
+    """--kl-band: the beta that follows the last step's metrics."""
+    if last["approx_kl"] is None:  # the step was skipped
+        return last["kl_coef"]
+    return next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
 
 
-LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
+# Factors of the rate. Of the steps behind the warm-up, `left` is the share that is still to come:
+# 1 until the warm-up ends, and above 0 in the last step.
+LR_SCHEDULES = {
     "constant": lambda left: 1,
     "linear": lambda left: left,
     "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
@@ -598,7 +606,7 @@ def evaluation_rows(policy, parts, s, at_a_time):
 
 def evaluate_if_due(run, parts, s):
     """Evaluate the last step that is done, if it is its turn and the log has no such evaluation."""
-    # Scores of other problems or rewards get another number: they never compete.
+    # Scores of other problems or rewards get another number: best/ does not compare them.
     eval_id = number_of((parts.eval_problems, s.reward, s.reward_weights, s.reward_model))
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
     is_turn = run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
@@ -669,16 +677,16 @@ def dither(weight, seed, i, device=None):
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = weight.to(device, dtype, copy=True)
-    # So many float32 numbers, whose eps is 2^-23, lie between neighbours: 2^16 in bfloat16.
+    # How many float32 numbers lie in a unit: 2^16 in one of bfloat16. The eps of float32 is 2^-23.
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps * 2**23)
     if unit > 1:
-        part = RANK if is_sharded(weight) else 0
-        generator = seeded(seed, "off grid", i, part, device=master.device)
+        shard_number = RANK if is_sharded(weight) else 0
+        generator = seeded(seed, "off grid", i, shard_number, device=master.device)
         # The bits of a float32, read as an integer, count the numbers between it and 0.
-        number = shard_of(master).view(torch.int32)
-        offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays 0
+        bits = shard_of(master).view(torch.int32)
+        offset = torch.empty_like(bits).random_(1 - unit // 2, unit // 2, generator=generator)
+        bits += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays 0
     return master
 
 
@@ -860,7 +868,7 @@ def save_adapter(run, optimizer, s):
 # Several GPUs (torchrun), by torch's FSDP2: every rank holds a shard of the weights and of their
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
-# What torchrun tells, read once: a user's reward may set these for a judge of its own.
+# What torchrun tells, read once: a user's reward may set these to start a server of its own.
 RANK = int(os.environ.get("RANK") or 0)
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 
@@ -908,37 +916,6 @@ def from_all_ranks(value):
     if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
-
-
-class Stopped(Exception):
-    """A signal came: what was begun does not count, and is begun anew when the run is resumed."""
-
-
-def together(function, *given):
-    """The function's results on all ranks, a list. Stopped: a signal came to one of them meanwhile.
-
-    A terminal's Ctrl-C reaches all that a reward has started, too: a sandbox that it kills earns
-    nothing, or its reward raises an error. No step is trained on that.
-    """
-    try:
-        result = function(*given)
-    except Exception as error:
-        error.costs_no_step = True  # it came before an update
-        if not RECEIVED:
-            raise
-        result = None
-    results = from_all_ranks(result)
-    if stopped():
-        raise Stopped
-    return results
-
-
-def stopped():
-    """The signal to any rank, which stops all of them; 0 if there was none."""
-    number = max(from_all_ranks(max(RECEIVED, default=0)))
-    if number:  # a signal that comes just now counts the next time
-        RECEIVED[:] = [number]
-    return number
 
 
 def mean_of_ranks(numbers):
@@ -998,16 +975,65 @@ def sampling_model(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run: its state, and its folder
+# Signals: Ctrl-C, or a scheduler's, ends a run with whole steps. Its handler only notes the signal.
+# While answers are drawn and scored, `together` finds the note: a terminal's Ctrl-C reaches all
+# that a reward has started, too, and a sandbox that it kills earns nothing. No step is trained on
+# that. A step that is in training is finished; then the loop finds the note by `stopped`. What a
+# user's code does to handlers foreign_code of reward.py puts back; what it forks gets its own.
 
-LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
-RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
-# Of a group in samples.jsonl; most groups have the first two alone
-TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
-
-
-RECEIVED = []  # that have come since a run began to listen
+RECEIVED = []  # the signals that have come since a run began to listen
 OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
+
+
+class Stopped(Exception):
+    """A signal came: what was begun does not count, and is begun anew when the run is resumed."""
+
+
+def together(function, *given):
+    """The function's results on all ranks, a list. Stopped: a signal came to one of them meanwhile.
+
+    An error of the function that no signal explains gets a mark: it came before an update.
+    """
+    try:
+        result = function(*given)
+    except Exception as error:
+        error.costs_no_step = True  # train() reads this
+        if not RECEIVED:
+            raise
+        result = None
+    results = from_all_ranks(result)
+    if stopped():
+        raise Stopped
+    return results
+
+
+def stopped():
+    """The signal to any rank, which stops all of them; 0 if there was none."""
+    signum = max(from_all_ranks(max(RECEIVED, default=0)))
+    if signum:  # now every rank has it; one that comes after this question is found by the next
+        RECEIVED[:] = [signum]
+    return signum
+
+
+@contextmanager
+def listening_to_signals():
+    """Note the signals that come; a second one ends the process at once."""
+    def note(signum, _):
+        signal.signal(signum, signal.SIG_DFL)
+        reward.HANDLERS[signum] = signal.SIG_DFL  # or foreign_code would put this function back
+        RECEIVED.append(signum)
+        print0("\nstopping (a second signal stops at once)", sys.stderr)
+
+    RECEIVED.clear()
+    try:
+        for signum in reward.HANDLERS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                with suppress(ValueError):  # only the main thread may set handlers
+                    OLD_HANDLERS[signum] = signal.signal(signum, note)
+        yield
+    finally:
+        while OLD_HANDLERS:
+            signal.signal(*OLD_HANDLERS.popitem())
 
 
 def reset_signals():
@@ -1015,9 +1041,9 @@ def reset_signals():
 
     A Ctrl-C reaches a pool's workers, too: if they died of it, the step would wait for ever.
     """
-    for number in OLD_HANDLERS:
-        is_term = number == signal.SIGTERM
-        signal.signal(number, signal.SIG_DFL if is_term else signal.SIG_IGN)
+    for signum in OLD_HANDLERS:
+        is_term = signum == signal.SIGTERM
+        signal.signal(signum, signal.SIG_DFL if is_term else signal.SIG_IGN)
     mask_sigterm(signal.SIG_UNBLOCK)
 
 
@@ -1030,25 +1056,13 @@ if hasattr(os, "register_at_fork"):
                         after_in_child=reset_signals)
 
 
-@contextmanager
-def listening_to_signals():
-    """Ctrl-C, or a scheduler's signal, ends a run with whole steps; a second one at once."""
-    def stop(number, _):
-        signal.signal(number, signal.SIG_DFL)
-        reward.HANDLERS[number] = signal.SIG_DFL  # or foreign_code would put this function back
-        RECEIVED.append(number)
-        print0("\nstopping (a second signal stops at once)", sys.stderr)
+# --------------------------------------------------------------------------------------------------
+# A run: its state, and its folder
 
-    RECEIVED.clear()
-    try:
-        for number in reward.HANDLERS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                with suppress(ValueError):  # only the main thread may set handlers
-                    OLD_HANDLERS[number] = signal.signal(number, stop)
-        yield
-    finally:
-        while OLD_HANDLERS:
-            signal.signal(*OLD_HANDLERS.popitem())
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
+RECENT = 100  # steps that the bar and the warnings look at: a step costs the same in a long run
+# Of a group in samples.jsonl; most groups have the first two alone
+TENSORS = "finished advantages input_ids labels sampler_logprobs".split()
 
 
 @contextmanager
@@ -1264,7 +1278,8 @@ def checkpoint_tensors(parts, s):
     if s.renew_reference:
         for name, p in parts.ref_model.named_parameters():
             tensors[f"weight/reference/{name}"] = p
-        optimizers |= parts.reward_model.optimizers
+        if parts.reward_model:
+            optimizers["reward_model/"] = parts.reward_model.optimizer
     for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
         names = [name for group in adamw.param_groups for name in group["param_names"]]
@@ -1288,8 +1303,9 @@ def save_checkpoint(run, parts, s):
         raise BadInput(f"after step {run.step} weights are not finite: {cause}")
     whole = on_host(run, checkpoint_tensors(parts, s))
     if run.writes:
-        counters = {"step": run.step, "command": run.command, "origin": run.origin,
-                    "pairs": [parts.reward_model.pairs, parts.reward_model.replay]}
+        counters = {"step": run.step, "command": run.command, "origin": run.origin}
+        if parts.reward_model:
+            counters["pairs"] = parts.reward_model.pairs, parts.reward_model.replay
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
@@ -1313,7 +1329,8 @@ def load_checkpoint(run, parts, s):
         if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
+        if parts.reward_model:
+            parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
         vars(run).update(counters)
         for name, tensor in tensors.items():
             saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
@@ -1521,8 +1538,8 @@ def compared(before, after, name):
 
 
 def with_error(values):
-    """The mean ± its standard error. That is 0 where all values are 0 or all are 1, as if other
-    problems had to turn out alike: there Wilson's 95% interval of a rate stands in its place.
+    """The mean ± its standard error. Where all values are 0, or all are 1, that error is 0, which
+    says too much: there Wilson's 95% interval of a rate stands in its place.
     """
     mean, error, B = mean_and_error(values)
     if not error < 1e-9:  # the error of a single problem is NaN
@@ -2018,8 +2035,7 @@ def load(s, to_train=True):
     if s.prompts_per_step < WORLD_SIZE:
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: there are {WORLD_SIZE} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
-    reward_model = reward.FixedRewards()
-    ref_model = optimizer = None
+    ref_model = optimizer = reward_model = None
     sampler = sample_groups
     if s.reply:
         reply = reward.load_function("--reply", s.reply)
@@ -2234,21 +2250,20 @@ def train(parts, s, run):
         with listening_to_signals():
             train_grpo(parts, s, run)
     except Exception as error:
-        # One in a reward, say, finds a whole step, and costs none. With other ranks, which may not
-        # come here, it costs those since the last checkpoint.
+        # One that came before an update, in a reward, say, finds a whole step, and costs none. With
+        # other ranks, which may not come here, it costs those since the last checkpoint.
         if hasattr(error, "costs_no_step") and WORLD_SIZE == 1:
             save_checkpoint(run, parts, s)
         raise
-    if number := stopped():
+    if signum := stopped():
         save_checkpoint(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
-        return 128 + number
+        return 128 + signum
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.writes:
         save_adapter(run, parts.optimizer, s)
-    if s.renew_reference:  # a reward model has been trained further
-        for name, (model, tokenizer) in parts.reward_model.folders.items():
-            save_folder(model, tokenizer, run, name)
+    if s.renew_reference and parts.reward_model:  # it has been trained further
+        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     on_rank_0(print_story, run)
     return 0
 

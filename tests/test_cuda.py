@@ -324,7 +324,7 @@ def updates(device, dtype):
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
     rollout.old_logprobs, _ = train.rollout_logprobs(p.policy_model, rollout, p.settings)
-    return [train.gradient_step(p, rollout, p.settings, is_first) for is_first in (True, False)]
+    return [train.gradient_step(p, rollout, p.settings, measure) for measure in (True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *[torch.bfloat16] * FLASH])

@@ -38,7 +38,7 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     return SimpleNamespace(
         policy_model=policy, ref_model=reference, optimizer=train.make_optimizer(policy, s),
         tokenizer=tokenizer, problems=problems, eval_problems=problems, reward_of=None,
-        sampler=sample.sample_groups, reward_model=train.reward.FixedRewards(), prompts=prompts,
+        sampler=sample.sample_groups, reward_model=None, prompts=prompts,
         settings=s)
 
 
@@ -65,12 +65,12 @@ def step_on(given, s, problems, prompts, generators=None):
     return train.train_step(given, train.Batch(problems, prompts, generators), s)
 
 
-def updated(p, model, optimizer, rollout, is_first=True, **changes):
+def updated(p, model, optimizer, rollout, measure=True, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
     rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
     given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
     s = dataclasses.replace(p.settings, **changes)
-    return train.gradient_step(given, rollout, s, is_first)
+    return train.gradient_step(given, rollout, s, measure)
 
 
 def all_gradients(model):

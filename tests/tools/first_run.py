@@ -147,9 +147,9 @@ def updates(policy, tokenizer, s):
                             reward_of=None)
     found = []
 
-    def counted(parts, rollout, settings, is_first, step=train.gradient_step):
+    def counted(parts, rollout, settings, measure, step=train.gradient_step):
         with counting() as count:
-            metrics = step(parts, rollout, settings, is_first)
+            metrics = step(parts, rollout, settings, measure)
         found.append(dataclasses.replace(count(), rows=len(rollout.responses)))
         return metrics
 

@@ -124,7 +124,7 @@ def test_half_precision():
                 for dtype in (torch.bfloat16, torch.float32))
     rollout = rollout_of(p)
     for _ in range(3):
-        metrics, plain = (updated(x, x.policy_model, x.optimizer, rollout, is_first=False)
+        metrics, plain = (updated(x, x.policy_model, x.optimizer, rollout, measure=False)
                           for x in (p, whole))
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
     assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())

@@ -102,8 +102,8 @@ def test_two_helpers_of_one_name_are_told(capsys, tmp_path, own):
 
 def test_a_link_is_the_file_that_it_is_named(tmp_path):
     """As in the hub's cache; what it imports stands beside it."""
-    blob = written(tmp_path / "blobs" / "0a1b2c", f"from points import score\n{SCORE}")
-    written(tmp_path / "snapshot" / "points.py", SCORE.replace("len(text)", "9"))
+    blob = written(tmp_path / "blobs" / "0a1b2c", f"from beside import score\n{SCORE}")
+    written(tmp_path / "snapshot" / "beside.py", SCORE.replace("len(text)", "9"))
     link = tmp_path / "snapshot" / "judged.py"
     link.symlink_to(blob)
     assert called(f"{link}:score") == [1.0, 2.0]

@@ -119,8 +119,6 @@ def summed(weights, rows):
     functions = {name: lambda part=part: part for name, part in columns.items()}
     rollout = spoken(*"x" * len(rows))
     rollout.rewards = reward.own_rewards(functions, weights, None, rollout)
-    rollout.mask = torch.ones(len(rows), 1)
-    reward.add_length_terms(rollout, 2, 0, 1, 0)
     return rollout
 
 
@@ -151,12 +149,10 @@ def test_sums_that_lie_between_two_float32_numbers():
 def test_equal_totals_with_length_terms():
     """An answer of n tokens costs n tenths, or divides by 1 + n / 10, and earns as much more."""
     lengths = torch.arange(11)
-    for alpha, buffer, rewards in ((0, 10, [0.3 + n / 10 for n in range(11)]),
-                                   (0.5, 0, [0.3 * (10 + n) for n in range(11)])):
-        rollout = types.SimpleNamespace(rewards=torch.tensor(rewards, dtype=torch.float64),
-                                        mask=torch.arange(10) < lengths[:, None])
-        reward.add_length_terms(rollout, 11, alpha, 10, buffer)
-        assert is_flat(rollout.rewards, 11)
+    sums = torch.tensor([0.3 + n / 10 for n in range(11)], dtype=torch.float64)
+    products = torch.tensor([0.3 * (10 + n) for n in range(11)], dtype=torch.float64)
+    assert is_flat(sums + reward.overlong_penalty(lengths, 10, 10), 11)
+    assert is_flat(reward.length_rescaled(products, lengths, 11, 0.5), 11)
 
 
 @pytest.mark.parametrize("weights, parts", [
