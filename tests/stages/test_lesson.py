@@ -9,7 +9,6 @@ import json
 import math
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 import pytest
 import torch
@@ -65,7 +64,7 @@ def asked(function, *given, read=lambda found: found, **options):
     def ring(*_):                         # `except Exception` does not catch this
         pytest.fail(f"{name} does not end: a loop goes on for ever.")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
         found = function(*given, **options)
@@ -77,7 +76,6 @@ def asked(function, *given, read=lambda found: found, **options):
         raise AssertionError(f"{(means or [name + ' stops with an error.'])[0]}\n{said}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert found is not None, f"{name} returns nothing."
     try:
         return read(found)
@@ -318,19 +316,14 @@ def stepped(updates):
     first = policy.logp.detach().clone()
     drawn, terms, done = [], [], []                       # rollouts, losses, updates
 
-    def named(function, given, how):
-        """The arguments of a call, by name."""
-        call = inspect.signature(function).bind(*given, **how)
-        call.apply_defaults()
-        return SimpleNamespace(**call.arguments)
-
     def sample_groups(*given, **how):
-        x = named(sample.sample_groups, given, how)
+        call = inspect.signature(sample.sample_groups).bind(*given, **how)
+        call.apply_defaults()
         assert not drawn, "The answers are drawn anew within one step."
         right = dict(model=policy, prompts=["x", "y"], group_size=2, max_new_tokens=5,
                      temperature=1, generator=["g", "h"], plain=True)
         for name, value in right.items():
-            assert getattr(x, name) == value, f"sample_groups is asked with another {name}."
+            assert call.arguments[name] == value, f"sample_groups is asked with another {name}."
         drawn.append(sample.Rollout(IDS, LABELS, first.clone(), ANSWERS, MASK.any(dim=1)))
         return drawn[0]
 
@@ -339,28 +332,26 @@ def stepped(updates):
         assert (response, truth) in PAID, "An answer is scored by the truth of another question."
         return PAID[response, truth]
 
-    def plain_advantages(*given, **how):
-        x = named(advantage.plain_advantages, given, how)
-        assert same(x.rewards, REWARDS), "Something else is compared than the rewards."
-        assert x.group_size == 2, "Other answers are compared than the G to one question."
+    def plain_advantages(rewards, group_size, eps=1e-8):
+        assert same(rewards, REWARDS), "Something else is compared than the rewards."
+        assert group_size == 2, "Other answers are compared than the G to one question."
         return A.clone()
 
-    def plain_logprobs(*given, **how):
-        x = named(logprob.plain_logprobs, given, how)
-        rows = [n for row in x.input_ids for n in range(4) if torch.equal(row, IDS[n])]
-        assert len(rows) == len(x.input_ids), "Other ids are scored than those that were sampled."
-        assert torch.equal(x.labels, LABELS[rows]), "Other labels are used than the rollout's."
-        assert x.temperature == 1, "The tokens are scored at another temperature than 1."
-        return x.model.logp[rows] * 1
+    def plain_logprobs(model, input_ids, labels, temperature=1.0):
+        rows = [n for row in input_ids for n in range(4) if torch.equal(row, IDS[n])]
+        assert len(rows) == len(input_ids), "Other ids are scored than those that were sampled."
+        assert torch.equal(labels, LABELS[rows]), "Other labels are used than the rollout's."
+        assert temperature == 1, "The tokens are scored at another temperature than 1."
+        return model.logp[rows] * 1
 
-    def plain_loss(*given, **how):
-        x = named(loss.plain_loss, given, how)
-        assert (x.clip_eps, x.kl_coef) != (0.01, 0.3), "clip_eps and kl_coef have changed places."
-        assert (x.clip_eps, x.kl_coef) == (0.3, 0.01), "clip_eps or kl_coef does not arrive."
-        assert not x.old_logprobs.requires_grad, "A gradient flows through pi_old, which is past."
-        assert not same(x.advantages, REWARDS), "The rewards take the place of the advantages."
-        terms.append(x)
-        found = -(x.advantages[:, None] * x.logprobs * x.mask).sum(dim=1).mean()
+    def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2,
+                   kl_coef=0.04):
+        assert (clip_eps, kl_coef) != (0.01, 0.3), "clip_eps and kl_coef have changed places."
+        assert (clip_eps, kl_coef) == (0.3, 0.01), "clip_eps or kl_coef does not arrive."
+        assert not old_logprobs.requires_grad, "A gradient flows through pi_old, which is past."
+        assert not same(advantages, REWARDS), "The rewards take the place of the advantages."
+        terms.append((logprobs, old_logprobs, ref_logprobs, advantages, mask))
+        found = -(advantages[:, None] * logprobs * mask).sum(dim=1).mean()
         assert found.requires_grad, "The log-probs of the policy carry no gradient."
         return found
 
@@ -368,9 +359,7 @@ def stepped(updates):
         """Before each update: what the loss was made of, and its gradient."""
         assert terms, "An update is made before there is a loss."
         now, away = policy.logp.detach(), reference.logp
-        names = "logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask"
-        logp, old, ref, given, mask = (
-            torch.cat([getattr(x, name).detach() for x in terms]) for name in names)
+        logp, old, ref, given, mask = (torch.cat(parts).detach() for parts in zip(*terms))
         assert len(logp) >= 4, "The loss is not of all answers."
         assert len(logp) == 4, "The loss is computed again without an update."
         assert not (same(old, away) and same(ref, first)), "pi_old and ref have changed places."
