@@ -31,7 +31,7 @@ ERRORS = {                                # what an error says, and what it mean
     "must match": "Two shapes do not fit.",
     "could not convert": "A text that is no number is taken for one.",
     "zip()": "There are not as many truths as questions, or G has not arrived."}
-# {what is asked: {what a mistake gives: its sentence}}; in this file stand the shorter ones
+# {what is asked: {what a mistake gives: its sentence}}; a reward has its text, truth and right too
 KNOWN = json.loads(Path(__file__).with_name("known_mistakes.json").read_text(encoding="utf-8"))
 CHANCES = [[0.2, 0.5, 0.3],               # of the tokens 0, 1, 2 where those before add up to 0
            [0.7, 0.2, 0.1],               # where they add up to 1, 4, 7 ...
@@ -128,9 +128,7 @@ def test_a_plain_answer():
     assert drawn(0.5, chances=[[0.5, 1e-9, 0.5]] * 3)[0] == "1", (
         "A token of chance 1e-9 is never drawn: float32 has lost it.")
     ended, _, its = drawn(0.9, 0.8, 0.5, ends=[1])
-    recognise(ended, {
-        "2": "The end token is dropped, but it belongs to the answer.",
-        "212": "The answer goes on behind its end token."})
+    recognise(ended, KNOWN["ids with an end token"])
     assert len(its) == len(ended), "There are not as many log-probs as ids."
     recognise(drawn(0.9, 0.8, 0.5, ends=[7, 1, 8])[0], {
         "212": "Of several end tokens only one ends the answer."})
@@ -143,39 +141,10 @@ def test_a_plain_answer():
                          0.64 / 0.66, 0.49 / 0.54), "Some log-probs are not those of the ids.")
 
 
-WHOLE_TEXT = "The truth is looked for in the whole text, not in the box."
-
-
 def test_b_rule_reward():
     """16 eggs a day, 3 are eaten and 4 go into a cake: 9 * 7 = 63 are left in a week."""
-    for text, truth, right, mistakes in (
-            ("It must be 12.", "63", 0, {0.5: "An answer without a box is paid for its box."}),
-            ("It must be 63.", "63", 0, dict.fromkeys((0.5, 1, 1.5), WHOLE_TEXT)),
-            (r"So \boxed{63}.", "63", 1.5, {
-                0.5: "A right answer is not found right.",
-                1: "Being right is paid instead of the box, not on top of it."}),
-            (r"Some \boxed{50}.", "63", 0.5, {
-                0: "A wrong answer is not paid for its box.",
-                1.5: "A box is paid as right, whatever it holds."}),
-            (r"No 63: \boxed{50}.", "63", 0.5, {1.5: WHOLE_TEXT}),
-            (r"\boxed{50}? No, \boxed{63}", "63", 1.5, {
-                0.5: "The first box is taken, but a model may correct itself."}),
-            (r"\boxed{63}? No, \boxed{50}", "63", 0.5, {
-                1.5: "One of several boxes is enough to be right."}),
-            (r"So \boxed{163}.", "63", 0.5, {1.5: "The truth is looked for inside of a number."}),
-            (r"So \boxed{3}.", "63", 0.5, {1.5: "The number is looked for inside of the truth."}),
-            (r"So \boxed{62.995}.", "63", 0.5, {1.5: "What is nearly the truth is paid as right."}),
-            (r"So \boxed{63.5}.", "63", 0.5, {1.5: "Decimals are cut off before the comparison."}),
-            (r"So \boxed{63.0}.", "63", 1.5, {0.5: "Texts are compared: 63.0 is not 63 for them."}),
-            (r"On \boxed{Monday}.", "Monday", 1.5, {0.5: "A right answer in words is not paid."}),
-            (r"So \boxed{\frac{126}{2}}.", "63", 1.5, {
-                0.5: "The box is cut at its first closing brace, or its fraction is not read.",
-                0: "A box with braces in it is not found."}),
-            (r"\boxed{63} so \boxed{7", "63", 1.5, {
-                0.5: "A box that is cut counts.",
-                0: "A box that is cut hides a whole one."}),
-            (r"\boxed{}", "63", 0, {0.5: "A box that is empty is paid."})):
-        found = asked(reward.rule_reward, text, truth, read=lambda x: torch.as_tensor(x).item())
+    for text, truth, right, mistakes in KNOWN["reward of this text, by this truth"]:
+        found = asked(reward.rule_reward, text, truth, read=lambda x: float(torch.as_tensor(x)))
         recognise(found, mistakes)
         assert found == right, f"{text} earns {found}: that is none of the rule's sums."
 
@@ -199,14 +168,8 @@ def test_c_plain_advantages():
         close(equal, [0, 0, 0], "Equal rewards give something else than 0.")
     # mean and std are 0.5e-8, and 0.5 / (0.5 + 1) is a third
     tiny = advantages(1e-8, 0.0, G=2)
-    recognise(tiny[0].item(), {
-        0.0: "Rewards that differ by 1e-8 are taken for equal ones.",
-        0.5: "Where the std is below 1e-8, 1e-8 takes its place and is not added.",
-        -1.0: "1e-8 is taken off the std."})
-    recognise(advantages(2e-4, 0.0, G=2)[0].item(), {
-        0.707107: "eps is added under the root, to the variance.",
-        **dict.fromkeys((0.990099, 0.909091, 0.5, 0.0909091),
-                        "More than 1e-8 is added to the std, which small differences feel.")})
+    recognise(tiny[0].item(), KNOWN["advantage of a reward of 1e-8"])
+    recognise(advantages(2e-4, 0.0, G=2)[0].item(), KNOWN["advantage of a reward of 2e-4"])
     close(advantages(*[0.7] * 7, G=7, dtype=torch.float32), [0] * 7,
           "Seven rewards of 0.7 give something else than 0: rounding is taken for a difference.")
     close(tiny, [1 / 3, -1 / 3], "Something else than 1e-8 is added to the std.")
@@ -225,22 +188,15 @@ def test_d_plain_logprobs():
     assert found.shape == (2, 4), "The log-probs have another shape than (N, S-1)."
     assert found.requires_grad, "The log-probs carry no gradient."
     assert found.isfinite().all(), "Some log-probs are infinite, or no numbers."
-    recognise("".join(f"{t}" for t, x in enumerate(found.flatten()) if x == 0), {
-        "0134": "The first token of an answer is left out.",
-        "014": "What is scored is one place too late.",
-        "0347": "All answers are taken to lie where the first one lies.",
-        "035": "Padding is told by its id, but an answer may have such a token, too.",
-        **dict.fromkeys(("0237", "023"), "The last token of an answer is left out, its end.")})
+    zeros = "".join(f"{t}" for t, x in enumerate(found.flatten()) if x == 0)
+    recognise(zeros, KNOWN["entries that are 0"])
     recognise(found[1].sum().item(), KNOWN["log-probs of row 1, added up"])
     close(found[0, :1], [0], "A prompt token has an entry that is not 0.")
     close(found[0, 3:], [0], "Padding has an entry that is not 0.")
     close(found.flatten(), [0, *logs(0.1, 0.5), 0, *logs(0.2, 0.1, 0.8, 0.2)],
           "An answer is not scored by its tokens' chances.")
     hot = asked(logprob.plain_logprobs, policy, ids, labels, temperature=0.5)
-    recognise(hot[1].sum().item(), {
-        -5.7446: "The temperature changes nothing.",
-        -4.65889: "The logits are multiplied by the temperature.",
-        -11.4892: "The log-probs are divided by the temperature, and not the logits."})
+    recognise(hot[1].sum().item(), KNOWN["the same at temperature 0.5"])
     close(hot[0, 1:3], logs(0.01 / 0.54, 0.25 / 0.38), "The temperature does something else.")
     assert asked(logprob.plain_logprobs, policy.bfloat16(), ids, labels).dtype == torch.float32, (
         "The log-probs of a bfloat16 model are computed in bfloat16.")
@@ -268,9 +224,7 @@ def test_ef_plain_loss():
                             d=[[0.3, -0.4, 0.7], [0.2, 0.5, -0.1], [-0.6, 0.4, 0.2]],
                             mask=[[1, 1, 0], [1, 1, 1], [1, 0, 0]], kl_coef=0.1)
     recognise(found, KNOWN["loss"])
-    recognise(slopes[0, 1].item(), {
-        0.00549467: "The ratio carries no gradient, so no advantage is learned.",
-        -0.163746: "The KL carries no gradient, so nothing holds the policy."})
+    recognise(slopes[0, 1].item(), KNOWN["gradient of the second token"])
     close(loss_of([[0.0]], [1.0])[0], -1, "Of one token with ratio 1 and A = 1 the loss is not -1.")
     close(loss_of([[0.1]], [1.0])[0], -1.10517, "The ratio is not what the log-probs say.")
     close(loss_of([[0.25]], [1.0])[0], -1.28403, "A ratio within 1 - eps and 1 + eps is changed.")
