@@ -89,29 +89,24 @@ def test_a_lesson_waits_for_no_other_function(monkeypatch, name):
     assert told(name) == ""
 
 
-def written_otherwise():
-    """The rows of mistakes.txt -> {function: [(sentence, changed source)]}."""
-    rows = {}
+def written_otherwise(name):
+    """The rows of mistakes.txt that are of this function -> [(sentence, changed source)]."""
     text = (ROOT / "tests" / "helpers" / "mistakes.txt").read_text("utf-8")
-    for line in filter(None, text[text.index("["):].splitlines()):
-        if line.startswith("["):
-            name = line.strip("[]")
-            whole, rows[name] = inspect.getsource(getattr(MODULE[name], name)), []
-        else:
-            sentence, changes = line.split(" | ", 1)
-            source = whole
-            for change in changes.split(" && "):
-                right, wrong = re.split(" => ?", change, maxsplit=1)
-                assert source.count(right) == 1, line
-                source = source.replace(right, wrong.replace(r"\n", "\n"))
-            rows[name].append((sentence, source))
-    return rows
+    _, _, rows = text.partition(f"\n[{name}]\n")
+    for row in rows.partition("\n\n")[0].splitlines():
+        sentence, changes = row.split(" | ", 1)
+        source = inspect.getsource(getattr(MODULE[name], name))
+        for change in changes.split(" && "):
+            right, wrong = re.split(" => ?", change, maxsplit=1)
+            assert source.count(right) == 1, row
+            source = source.replace(right, wrong.replace(r"\n", "\n"))
+        yield sentence, source
 
 
 @pytest.mark.parametrize("name", YOURS)
 def test_each_mistake_is_told_by_its_own_sentence(monkeypatch, name):
     monkeypatch.setattr(test_lesson, "PATIENCE", 1)
-    rows = written_otherwise()[name]
+    rows = [*written_otherwise(name)]
     assert len(rows) > 20
     for sentence, source in rows:
         planted = {}

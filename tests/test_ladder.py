@@ -6,8 +6,6 @@ import sys
 from files import LIMIT, ROOT
 import ladder
 
-FILES = "advantage.py", "logprob.py", "loss.py", "tests/tools/ladder.py", "tests/tools/ladder.md"
-
 
 def test_every_rung_is_seen(tmp_path, capsys):
     assert ladder.main([f"--output={tmp_path / 'ladder.html'}"]) == 0
@@ -23,7 +21,8 @@ def test_every_rung_is_seen(tmp_path, capsys):
 
 
 def test_a_rung_waits_and_judges_the_functions_beside_it(tmp_path):
-    for name in FILES:
+    for name in ("advantage.py", "logprob.py", "loss.py", "tests/tools/ladder.py",
+                 "tests/tools/ladder.md"):
         shutil.copy(ROOT / name, tmp_path)
     loss = (tmp_path / "loss.py").read_text("utf-8")
     without_a_clip = loss.replace("w.clamp(1 - clip_eps, 1 + clip_eps) * A)", "w * A)")
