@@ -1,14 +1,14 @@
 """tests/tools/lesson.py: its numbers are those of the steps, and no line that runs is left out."""
-import copy
 import html
 import inspect
 import re
-import sys
+import runpy
+import trace
 import pytest
 import torch
 from checks import seeded
-from files import TINY
 from models import make_tokenizer, small_model
+from steps import parts as parts_of_a_step
 import lesson
 import sample
 import train
@@ -18,8 +18,6 @@ from loss import plain_loss
 from reward import score_responses
 
 QUESTIONS, TRUTHS = zip(*lesson.PROBLEMS)
-FUNCTIONS = [inspect.unwrap(function) for stage in lesson.STAGES for function in stage[1]]
-SHOWN = 0, 1, 4                                               # the rows whose tokens stand by lines
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +52,18 @@ def numbers(text, mark=""):
 
 
 def tables(page):
-    """The tables that are not beside lines: [{head: its column}]."""
-    found = []
+    """The tables that are not beside lines, each as {head: its column}."""
     for table in re.findall('<table class="rows">(.*?)</table>', page):
         heads = re.findall("<th>(.*?)</th>", table)
         rows = [re.findall("<td>(.*?)</td>", row) for row in table.split("<tr>")[1:]]
-        found.append(dict(zip(heads, zip(*rows))))
-    return found
+        yield dict(zip(heads, zip(*rows)))
 
 
 def parts():
     """A policy, its reference, an optimizer, the tokenizer, and the prompts of the default page."""
-    policy, tokenizer = sample.open_policy(TINY)
-    optimizer = torch.optim.AdamW(policy.parameters(), 1.5e-3, weight_decay=0.0)
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    prompts = [sample.chat_prompt(tokenizer, {"question": x}, "") for x in QUESTIONS]
-    return policy, reference, optimizer, tokenizer, prompts
+    p = parts_of_a_step("--lr=1.5e-3", noise=0)
+    prompts = [sample.chat_prompt(p.tokenizer, {"question": x}, "") for x in QUESTIONS]
+    return p.policy_model, p.ref_model, p.optimizer, p.tokenizer, prompts
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +88,7 @@ def steps():
 
 def test_the_numbers_beside_the_lines_are_those_of_the_step(written, steps):
     rollout, A, _, old, logp, loss = steps[0]
-    shown = [(n, t) for n in SHOWN for t in rollout.mask[n].nonzero()[:4, 0].tolist()]
+    shown = [(n, t) for n in (0, 1, 4) for t in rollout.mask[n].nonzero()[:4, 0].tolist()]
     assert numbers(beside(written, "plain_advantages", "return")) == pytest.approx(
         [*[3 ** 0.5, *[-3 ** -0.5] * 3], *[0] * 4], abs=6e-4)       # 1 of 4, then a flat group
     d = old - logp                                        # in step 1 pi_old is the reference
@@ -117,7 +111,7 @@ def test_the_numbers_beside_the_lines_are_those_of_the_step(written, steps):
 
 
 def test_token_by_token(written, steps):
-    found = iter(tables(written))
+    found = tables(written)
     for (rollout, A, ref, old, logp, _), rows, marks in zip(steps, ((0, 1), (4, 5)), ("①②", "③④")):
         w, d, mask = (logp - old).exp(), ref - logp, rollout.mask
         clipped = (w > 1.2) & (A[:, None] > 0) | (w < 0.8) & (A[:, None] < 0)
@@ -171,31 +165,23 @@ def test_a_mistake_is_seen(tmp_path, monkeypatch, function, right, wrong, head):
     source = inspect.getsource(function)
     assert right in source
     path.write_text(source.replace(right, wrong), encoding="utf-8")
-    names = dict(function.__globals__)
-    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), names)
-    monkeypatch.setattr(function, "__code__", names[function.__name__].__code__)
+    wrong_one = runpy.run_path(path, function.__globals__)[function.__name__]
+    monkeypatch.setattr(function, "__code__", wrong_one.__code__)
     page = lesson.page_of(lesson.PROBLEMS)
     assert any("≠" in cell for table in tables(page) for cell in table.get(head, ()))
 
 
 def test_every_line_that_runs_has_its_values(written):
-    ran = {function.__code__: set() for function in FUNCTIONS}
-
-    def trace(frame, event, _):
-        if frame.f_code in ran and event == "line":
-            ran[frame.f_code].add(frame.f_lineno)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        train.plain_step(*parts(), TRUTHS, 4, 40, seeded(lesson.SEED), updates=2)
-    finally:
-        sys.settrace(None)
-    for code, lines in ran.items():
-        on_page = values_of(written, code.co_name)
+    tracer = trace.Trace(trace=False)
+    tracer.runfunc(train.plain_step, *parts(), TRUTHS, 4, 40, seeded(lesson.SEED), updates=2)
+    ran = tracer.results().counts                         # {(file, line): how often}
+    for function in [inspect.unwrap(f) for stage in lesson.STAGES for f in stage[1]]:
+        on_page = values_of(written, function.__name__)
+        file = inspect.getsourcefile(function)
+        lines = {line for line in on_page if (file, line) in ran}
         head = {line for line, (text, _) in on_page.items() if text.startswith("def ")}
         shown = {line for line, (_, values) in on_page.items() if values}
-        assert len(lines) > 0 and lines | head == shown, code.co_name
+        assert len(lines) > 0 and lines | head == shown, function.__name__
 
 
 def test_another_model_and_ones_own_question(tmp_path, capsys):

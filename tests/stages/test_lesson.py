@@ -21,16 +21,6 @@ import train
 
 pytestmark = pytest.mark.lesson
 PATIENCE = 10                             # seconds for one call
-ERRORS = {                                # what an error says, and what it means here
-    "NotImplementedError": "This function is not written yet.",
-    "missing": "A call lacks an argument.",
-    "unexpected keyword": "A call names an argument that there is not.",
-    "does not require grad": "No gradient reaches the policy: the loss does not hang on it.",
-    "index -100": "An index is no token: -100 marks what stands outside of the loss.",
-    "second time": "Log-probs of the last update are used again: their graph is gone.",
-    "must match": "Two shapes do not fit.",
-    "could not convert": "A text that is no number is taken for one.",
-    "zip()": "There are not as many truths as questions, or G has not arrived."}
 # {what is asked: {what a mistake gives: its sentence}}; a reward has its text, truth and right too
 KNOWN = json.loads(Path(__file__).with_name("known_mistakes.json").read_text(encoding="utf-8"))
 CHANCES = [[0.2, 0.5, 0.3],               # of the tokens 0, 1, 2 where those before add up to 0
@@ -72,7 +62,7 @@ def asked(function, *given, read=lambda found: found, **options):
         raise
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        means = [ERRORS[words] for words in ERRORS if words in said]
+        means = [meaning for words, meaning in KNOWN["an error"].items() if words in said]
         raise AssertionError(f"{(means or [name + ' stops with an error.'])[0]}\n{said}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -85,8 +85,7 @@ def main(argv=None):
     parser.add_argument("--output", type=Path, default=Path("lesson.html"))
     args = parser.parse_args(argv)
     try:
-        html = page_of(args.ask or PROBLEMS, args.model)
-        args.output.write_text(html, encoding="utf-8")
+        args.output.write_text(page_of(args.ask or PROBLEMS, args.model), encoding="utf-8")
     except (OSError, reward.BadInput) as error:
         parser.exit(2, f"lesson.py: {error}\n")
     print(args.output)
@@ -123,9 +122,8 @@ def generator_for(policy, tokenizer, prompts, truths):
         drawn = sample.sample_groups(policy, tokenizer, prompts, G, T, 1.0, generator)
         rewards = reward.score_responses(drawn.responses, truths, G)
         if not advantage.is_flat(rewards, G).all():
-            break
-    else:
-        print("lesson.py: all answers earn the same, so nothing is learned", file=sys.stderr)
+            return generator.manual_seed(seed)
+    print("lesson.py: all answers earn the same, so nothing is learned", file=sys.stderr)
     return generator.manual_seed(seed)
 
 

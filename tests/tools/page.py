@@ -12,8 +12,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import sample  # noqa: E402
 import train  # noqa: E402
-from sample import words_of  # noqa: E402
-from train import best_step, change_of, curves_of, example_of, points_and_steps  # noqa: E402
 
 STYLE = """
 :root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
@@ -22,9 +20,8 @@ body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 syst
   overflow-wrap: anywhere }
 h1 { margin: 0; font-size: clamp(1.4rem, 5vw, 2rem); line-height: 1.2 }
 h2 { margin: 2rem 0 .5rem; font-size: 1.3rem } h3 { display: flow-root; margin: 0; font-size: 1rem }
-p { margin: .3rem 0 } pre { margin: 0 } code { display: block; margin: 0 0 1rem; font-size: 13px }
-small { float: right } small, text, q, code { opacity: .65; font-weight: normal } q { quotes: none }
-li { color: rgb(var(--down)) } ul:empty { display: none }
+p { margin: .3rem 0 } pre { margin: 0 } small { float: right } li { color: rgb(var(--down)) }
+small, text, q { opacity: .65; font-weight: normal } q { quotes: none } ul:empty { display: none }
 div { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
   gap: 1rem } .two { margin-top: .6rem;
   grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)) }
@@ -86,26 +83,24 @@ def run_of(folder):
 
 
 def page_of(run, sections, s):
-    """The HTML of the page."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    curves = curves_of(run)
+    curves = train.curves_of(run)
     steps = run.evaluations[-1]["step"]
     figures = "".join(figure_of_curve(*curve, steps) for curve in curves)
-    _, n = points_and_steps(steps)
+    _, n = train.points_and_steps(steps)
     _, title, points = curves[0]
-    first = points[0][1]
-    step, last = points[-1]
+    (_, first), (step, last) = points[0], points[-1]
     rows = train.first_and_last(run)
-    before, after = example_of(*rows)
-    changes = [f"{escape(title)}: {change_of(metric, *rows)}" for metric, title, _ in curves
+    before, after = train.example_of(*rows)
+    changes = [f"{escape(title)}: {train.change_of(metric, *rows)}" for metric, title, _ in curves
                if metric.startswith("eval_")]
     return document(run.folder.name, f"""
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
 <p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
 and G = {s.group_size} answers to each; lr {s.lr:g}. The best evaluation is that of step
-{best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means of the
-first and of the last {n} steps. What is 0 throughout is left out.</p>
+{train.best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means
+of the first and of the last {n} steps. What is 0 throughout is left out.</p>
 <ul>{items}</ul><div>{figures}</div>
 <h2>The held-out problem that gained most</h2>
 <p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
@@ -171,7 +166,7 @@ def section_of(group, answers, moved, tokenizer):
             continue
         # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
-        words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
+        words = sample.words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
         distances = moved[n, span].tolist()
         y = ""
         for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
