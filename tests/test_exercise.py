@@ -90,7 +90,7 @@ def test_a_lesson_waits_for_no_other_function(monkeypatch, name):
 
 
 def written_otherwise(name):
-    """The rows of mistakes.txt that are of this function -> [(sentence, changed source)]."""
+    """The rows of mistakes.txt on this function, each as (sentence, changed source)."""
     text = (ROOT / "tests" / "helpers" / "mistakes.txt").read_text("utf-8")
     _, _, rows = text.partition(f"\n[{name}]\n")
     for row in rows.partition("\n\n")[0].splitlines():

@@ -88,6 +88,7 @@ def steps():
 
 def test_the_numbers_beside_the_lines_are_those_of_the_step(written, steps):
     rollout, A, _, old, logp, loss = steps[0]
+    # By the lines stand tokens of two siblings, and of an answer of the other group.
     shown = [(n, t) for n in (0, 1, 4) for t in rollout.mask[n].nonzero()[:4, 0].tolist()]
     assert numbers(beside(written, "plain_advantages", "return")) == pytest.approx(
         [*[3 ** 0.5, *[-3 ** -0.5] * 3], *[0] * 4], abs=6e-4)       # 1 of 4, then a flat group
@@ -177,7 +178,7 @@ def test_every_line_that_runs_has_its_values(written):
     ran = tracer.results().counts                         # {(file, line): how often}
     for function in [inspect.unwrap(f) for stage in lesson.STAGES for f in stage[1]]:
         on_page = values_of(written, function.__name__)
-        file = inspect.getsourcefile(function)
+        file = function.__code__.co_filename
         lines = {line for line in on_page if (file, line) in ran}
         head = {line for line, (text, _) in on_page.items() if text.startswith("def ")}
         shown = {line for line, (_, values) in on_page.items() if values}
