@@ -276,7 +276,10 @@ def hidden_states(model, tree):
         before = tree.in_long_row.flatten()[before]      # among those of the long row
         positions = tree.runs_here.nonzero()[None, :, 1]                          # (1, T)
         positions, = to_device(model.device, positions)
-        attention = flash_attention if has_flash(model) else block_attention
+        attention = block_attention
+        if (model.device.type == "cuda" and model.dtype.itemsize == 2
+                and torch.cuda.get_device_capability(model.device) >= (8, 0)):
+            attention = flash_attention
         options = dict(
             position_ids=positions,
             # `attend` reads no mask, but a model that gets none makes one.
@@ -288,12 +291,6 @@ def hidden_states(model, tree):
         body = model.base_model.model
     hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[before]
-
-
-def has_flash(model):
-    """Whether attention can run on rows of different lengths, without a mask."""
-    return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0))
 
 
 def flash_attention(model, tree):

@@ -140,24 +140,25 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
-    per_token = counted / max(n_tokens, 1)                                   # (N, S-1)
-
-    def mean(values):                                                        # over tokens
-        return (per_token * values).sum()
-
-    approx_kl = factor = torch.full_like(loss, torch.nan)
+    approx_kl = factors = torch.full_like(loss, torch.nan)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.where(mask, 0)
         KL = kl_estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
         approx_kl = (KL * weights).sum()
         loss = policy_loss + kl_coef * approx_kl
-        factor = mean(gradient_coefficient(A, logprobs, ref_logprobs, kl_coef))
-    low = mean(clipped * (log_ratio < 0))
-    high = mean(clipped * (log_ratio > 0))
-    metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
-               "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
-               "ratio_mean": mean(log_ratio.exp()),
-               "gradient_coefficient": factor, "positive_advantages": mean(A > 0)}
+        factors = gradient_coefficient(A, logprobs, ref_logprobs, kl_coef)   # (N, S-1)
+
+    metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl}
+    of_tokens = {
+        "clip_fraction": clipped,
+        "clip_fraction_low": clipped & (log_ratio < 0),
+        "clip_fraction_high": clipped & (log_ratio > 0),
+        "ratio_mean": log_ratio.exp(),
+        "gradient_coefficient": factors,
+        "positive_advantages": A > 0,
+    }
+    for name, values in of_tokens.items():
+        metrics[name] = (values * counted).sum() / max(n_tokens, 1)
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 

@@ -934,7 +934,7 @@ def is_sharded(tensor):
 
 def whole_of(tensor):
     """A sharded tensor, gathered; every rank has to call this."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shard_of(tensor):

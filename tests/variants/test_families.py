@@ -74,7 +74,7 @@ def flash_on_cpu(monkeypatch):
                 *heads, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
         return torch.cat(out)
     monkeypatch.setattr(logprob, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(logprob, "has_flash", lambda *given: True)
+    monkeypatch.setattr(logprob, "block_attention", logprob.flash_attention)
     return calls
 
 
