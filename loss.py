@@ -134,7 +134,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     # [E] J_t, the clipped objective
     if clip_eps_high is None:
         clip_eps_high = clip_eps
-    J, clipped = OBJECTIVES[objective](log_ratio, A, clip_eps, clip_eps_high, logprobs)
+    J, is_clipped = OBJECTIVES[objective](log_ratio, A, clip_eps, clip_eps_high, logprobs)
     if sampler_logprobs is not None:
         J = J * tis_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
     loss = policy_loss = -(J * weights).sum()
@@ -150,9 +150,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl}
     of_tokens = {
-        "clip_fraction": clipped,
-        "clip_fraction_low": clipped & (log_ratio < 0),
-        "clip_fraction_high": clipped & (log_ratio > 0),
+        "clip_fraction": is_clipped,
+        "clip_fraction_low": is_clipped & (log_ratio < 0),
+        "clip_fraction_high": is_clipped & (log_ratio > 0),
         "ratio_mean": log_ratio.exp(),
         "gradient_coefficient": factors,
         "positive_advantages": A > 0,

@@ -237,6 +237,7 @@ def train_grpo(parts, settings, run=None):
             metrics, rollout = train_step(parts, batch, s)
             if s.renew_reference:  # iterative GRPO
                 metrics |= update_reference(parts, rollout, step, s)
+            run.step = step
             run.log_step({"step": step, "lr": lr, **metrics}, rollout, s.group_size)
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
@@ -427,7 +428,7 @@ def check_sampler(parts, nats, s):
     # Nats per token, for rounding: 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-4
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
+        mend = "try --no-fast, or --sampler-correction 2.0, which corrects for that"
         if getattr(parts.sampler, "func", parts.sampler).__module__ != sample.__name__:
             mend = "parts.sampler draws otherwise than [D] scores"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
@@ -949,9 +950,9 @@ def shard(model, s, samples=False):
 
     device = torch.device(s.device)
     if samples:
-        # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
-        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
+        # FSDP's hooks would slow sampling down: a twin does it, whose weights are empty at first.
+        empty = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, empty).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (WORLD_SIZE,)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1074,8 +1075,8 @@ def replacing(path):
     if new.is_dir():  # os.replace cannot replace a folder that has files
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with open(new, "rb+") as file:
-            os.fsync(file.fileno())
+        with open(new, "rb+") as finished:
+            os.fsync(finished.fileno())
     os.replace(new, path)
 
 
@@ -1094,9 +1095,8 @@ class Run:
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its Path."""
-        model = Path(re.sub("/(final|best)$", "", s.model))  # RUN/final is named after RUN
         begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # two in one second
-        name = s.output or f"runs/{model.name}-{begun}"
+        name = s.output or f"runs/{run_of(s.model).name}-{begun}"
         folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -1136,7 +1136,6 @@ class Run:
             print0(f"step {line['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", line)
         self.history.append(line)
-        self.step = line["step"]
         skipped = [row for row in self.history[-10:] if row.get("skipped_updates")]
         if len(skipped) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
@@ -1175,16 +1174,14 @@ class Run:
             (self.evaluations if "eval_id" in line else self.history).append(line)
 
 
-def records_in(folder, name, last_step=math.inf):
-    """The records of a log, a list of dicts, without those of later steps."""
+def records_in(folder, name):
+    """The records of a log, a list of dicts."""
     path = Path(folder, name)
     text = path.read_text(errors="replace") if path.exists() else ""
     records = []
     for line in text.splitlines():
         with suppress(ValueError):  # a kill may have left half a line
-            record = json.loads(line)
-            if record["step"] <= last_step:
-                records.append(record)
+            records.append(json.loads(line))
     return records
 
 
@@ -1193,14 +1190,13 @@ def cut_logs(run):
 
     What is lacking, be it by a power failure or because somebody deleted it, is told.
     """
-    kept = {}
     for name in LOGS:
-        kept[name] = records_in(run.folder, name, run.step)
-        if run.step and not kept[name]:
+        kept = [record for record in records_in(run.folder, name) if record["step"] <= run.step]
+        if run.step and not kept:
             print0(f"{run.folder}/{name} is lacking: it begins anew")
         with replacing(run.folder / name) as new:
-            new.write_text("".join(json.dumps(record) + "\n" for record in kept[name]))
-    lines = kept["metrics.jsonl"]
+            new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    lines = records_in(run.folder, "metrics.jsonl")
     steps = {line["step"] for line in lines if "eval_id" not in line}
     if lacking := run.step - len(steps):
         print0(f"{run.folder}/metrics.jsonl lacks {lacking} of {run.step} steps: no curve has them")
@@ -1320,11 +1316,11 @@ def load_checkpoint(run, parts, s):
     path = run.folder / CHECKPOINT
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:", Exception):
-        file = safe_open(path, framework="pt")
-        counters = json.loads(file.get_tensor("counters").numpy().tobytes())
+        checkpoint = safe_open(path, framework="pt")
+        counters = json.loads(checkpoint.get_tensor("counters").numpy().tobytes())
         tensors = checkpoint_tensors(parts, s)
         # A name that only one of the two has would be lost, or is lacking.
-        if odd := {*file.keys()} ^ {"counters", *tensors}:
+        if odd := {*checkpoint.keys()} ^ {"counters", *tensors}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         if run.command and not counters["command"]:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
@@ -1333,7 +1329,8 @@ def load_checkpoint(run, parts, s):
             parts.reward_model.pairs, parts.reward_model.replay = counters.pop("pairs")
         vars(run).update(counters)
         for name, tensor in tensors.items():
-            saved = file.get_tensor(name).view(tensor.shape)  # copy_ would repeat a smaller one
+            saved = checkpoint.get_tensor(name)
+            saved = saved.view(tensor.shape)  # copy_ would repeat a smaller one
             if is_sharded(tensor):
                 saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
             tensor.copy_(saved)
@@ -1749,10 +1746,15 @@ def final_of(folder):
     return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
 
 
+def run_of(folder):
+    """The Path of the run whose final/ or best/ this is; else that of the folder itself."""
+    path = Path(str(folder))
+    return path.parent if path.name in ("final", "best") else path
+
+
 def config_of(folder):
     """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
-    path = Path(str(folder))
-    run = path.parent if path.name in ("final", "best") else path
+    run = run_of(folder)
     return f"{run}/config.json" if (run / "metrics.jsonl").is_file() else None
 
 
@@ -1853,11 +1855,11 @@ def code_in(config, flags):
             if ":" in str(config.get(name)) and name not in flags]
 
 
-def read_config(file):
+def read_config(path):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with blame(f"{file}: no JSON object of flags, spelt like kl_coef:", Exception):
-        config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+    with blame(f"{path}: no JSON object of flags, spelt like kl_coef:", Exception):
+        config = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
@@ -1867,7 +1869,7 @@ def read_config(file):
                 elif item is not None:  # None is the default
                     text = item if isinstance(item, str) else json.dumps(item)
                     words.append(f"{flag_of(name)}={text}")
-        with chdir(Path(file).parent):
+        with chdir(Path(path).parent):
             return parse_flags(words)
 
 
@@ -2329,12 +2331,10 @@ def as_command(main):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
-    before = threading.enumerate()
     status = main(sys.argv[1:])
-    if any(thread not in before and not thread.daemon for thread in threading.enumerate()):
-        end = threading.Timer(5, os._exit, [status])  # a judge's thread may never end
-        end.daemon = True
-        end.start()
+    end = threading.Timer(20, os._exit, [status])  # Python waits for a judge's thread, perhaps ever
+    end.daemon = True
+    end.start()
     sys.exit(status)
 
 
