@@ -138,22 +138,6 @@ def test_every_token_is_drawn_from_float32_logits(T):
     assert error < 1e-5 and logits.abs().max() > 16
 
 
-def test_what_all_prompts_begin_with_runs_once(model, runs):
-    """The same answers as to each prompt alone."""
-    common = [2 + 7 * t % 59 for t in range(110)]
-    several = [[*common, *range(2 + n, 2 + n + n % 5)] for n in range(1, 12)]
-    # and equal prompts, one that is the beginning of all others, a single one
-    for prompts in (several, [common] * 12, [common + [3] * n for n in range(12)], [common]):
-        runs.clear()
-        u = torch.rand(len(prompts), 6, dtype=torch.float64, generator=seeded(3))
-        found = sample.write_answers(model, prompts, u, 1.2, ENDS)
-        if prompts is several:
-            assert runs[:2] == [(1, 109), (11, 5)]
-        for prompt, numbers, (ids, logprobs) in zip(prompts, u, found):
-            expected, theirs = plain_answer(model, prompt, numbers, 1.2, ENDS)
-            assert ids == expected and logprobs == pytest.approx(theirs, abs=1e-4)
-
-
 # --- The rows -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ends, limit", [(ENDS, 1), ([END], 2), (ENDS, 12)])
 def test_the_layout(model, config, ends, limit):
