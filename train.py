@@ -439,27 +439,27 @@ def answer_metrics(rollout, s):
     """The metrics of drawn answers and of their rewards, before their length counts."""
     G = s.group_size
     if s.around_best and G > 2:  # the second half of a group continues the best of the first
-        rollout = take(rollout, [n for n in range(len(rollout.responses)) if n % G < G // 2])
+        rows = torch.arange(len(rollout.responses)).view(-1, G)                        # (B, G)
         G //= 2
+        rollout = take(rollout, rows[:, :G].flatten())
     rewards = rollout.rewards                                                          # (N,)
     scored = ~rewards.isnan()  # the other answers are in no metric
-    lengths = rollout.mask.sum(dim=1).float()                                          # (N,)
-    lengths = lengths.where(scored, math.nan)
+    lengths = rollout.mask.sum(dim=1).double().where(scored, math.nan)                 # (N,)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = rollout.rule_rewards[~rollout.rule_rewards.isnan()]
-    metrics = {
-        "reward_mean": rewards.nanmean(),
-        "reward_std": std_of(centred(rewards, len(rewards))),
-        "reward_std_in_groups": std_of(centred(rewards, G)).nanmean(),
-        "accuracy": is_right(known).float().mean(),
-        "format_rate": (known > 0).float().mean(),
-        "flat_groups": is_flat(rewards, G).float().mean(),
-        "response_length_mean": lengths.nanmean(),
-        "response_length_p95": lengths.nanquantile(0.95),
-        "truncated_fraction": (~rollout.finished[scored]).float().mean(),
+    of_answers = {
+        "reward_mean": rewards,
+        "reward_std_in_groups": std_of(centred(rewards, G)),
+        "accuracy": is_right(known),
+        "format_rate": known > 0,
+        "flat_groups": is_flat(rewards, G),
+        "response_length_mean": lengths,
+        "truncated_fraction": ~rollout.finished[scored],
+        **rollout.reward_parts,  # NaN where one does not apply
     }
-    for name, values in (rollout.reward_parts or {}).items():
-        metrics[name] = values.nanmean()  # NaN where it does not apply
+    metrics = {name: values.double().nanmean() for name, values in of_answers.items()}
+    metrics["reward_std"] = std_of(centred(rewards, len(rewards)))
+    metrics["response_length_p95"] = lengths.nanquantile(0.95)
     return metrics
 
 
@@ -1213,7 +1213,7 @@ def samples_of(rollout, step, group_size):
                   "prompt": group.prompts[0], "responses": group.turns or group.responses}
         # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
         is_shown = group.advantages.any() and step.bit_count() == 1
-        for name, values in {"rewards": group.rewards, **(group.reward_parts or {})}.items():
+        for name, values in {"rewards": group.rewards, **group.reward_parts}.items():
             record[name] = list(map(finite, values.tolist()))
         for name in TENSORS if is_shown else TENSORS[:2]:
             record[name] = getattr(group, name).tolist()
@@ -1490,7 +1490,7 @@ def row_of(rollout, n):
     problem = rollout.problems[n]
     row = {"problem": problem["question"], "truth": truth_in_words(problem),
            "answer": rollout.responses[n]}
-    for name, values in {"reward": rollout.rewards, **(rollout.reward_parts or {})}.items():
+    for name, values in {"reward": rollout.rewards, **rollout.reward_parts}.items():
         row[name] = finite(float(values[n]))
     if row["reward"] is None:  # no reward applies: the answer is in no figure
         return row

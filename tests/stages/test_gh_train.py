@@ -253,7 +253,7 @@ def test_evaluation_is_its_definition():
         n = len(numbers)
         labels = mask = torch.ones(n, 9)
         return SimpleNamespace(finished=torch.arange(n) != 4, labels=labels, mask=mask,
-                               reward_parts=None, responses=[
+                               reward_parts={}, responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
 
