@@ -1455,13 +1455,13 @@ def print_story(run):
     for step, warning in run.curve("warning"):
         print0(f"\nwarning of step {step}: {warning}")
     folder = str(run.folder)
-    further = "--resume", folder, "--steps", str(2 * run.step)
+    further = command("train.py", "--resume", folder, "--steps", str(2 * run.step))
     print0("")
     if os.path.exists(f"{folder}/best"):
         print0(f"best state           {folder}/best, of step {best_step(run):g}")
     print0(f"see what it learned  {command('tests/tools/page.py', folder)}\n"
            f"talk to the result   {command('sample.py', '--model', folder)} \"YOUR QUESTION\"\n"
-           f"train it further     {command('train.py', *further)}")
+           f"train it further     {further}")
 
 
 def change_of(metric, first, last):
@@ -2106,7 +2106,6 @@ def load_data(s, tokenizer, to_train):
         eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
     else:
         problems, eval_problems = reward.hold_out(problems)
-        print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     # Each once, for equal ones would be answered alike
     eval_problems = reward.distinct(eval_problems, s.eval_limit or None)
     if not eval_problems:
@@ -2273,9 +2272,8 @@ def train(parts, s, run):
 def print_start(run, parts, s):
     weights = parts.policy_model.num_parameters()
     trained = sum(p.numel() for p in trained_by(parts.optimizer))
-    factors = ", the factors of LoRA" * (s.lora_rank > 0)
-    print0(f"policy    {weights:,} parameters, {trained:,} are trained{factors}; processes: "
-           f"{WORLD_SIZE}; settings of {s.config or 'the command line'}\n"
+    print0(f"policy    {weights:,} parameters, {trained:,} are trained; processes: {WORLD_SIZE}; "
+           f"settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.folder}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
