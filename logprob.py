@@ -331,8 +331,8 @@ def block_attention(model, tree):
     queries = pad(torch.arange(T), (0, -T % size)).view(-1, size)                 # (n, size)
     # A token sees its row up to itself; the columns behind that name the token itself again.
     columns = torch.arange(tree.ids.shape[1]).minimum(column[:, None])            # (T, S)
-    seen = tree.in_long_row[row].gather(1, columns)
-    seen = seen[queries].flatten(1)                      # by the queries of a block: (n, size * S)
+    visible = tree.in_long_row[row].gather(1, columns)                            # (T, S)
+    seen = visible[queries].flatten(1)                   # by the queries of a block: (n, size * S)
     queries, seen = to_device(model.device, queries, seen)
     n = len(seen)
     is_key = seen.new_zeros(n, T).scatter_(1, seen, 1)
