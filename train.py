@@ -2329,10 +2329,12 @@ def as_command(main):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             survive_closing(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)
+    before = threading.enumerate()
     status = main(sys.argv[1:])
-    end = threading.Timer(20, os._exit, [status])  # Python waits for a judge's thread, perhaps ever
-    end.daemon = True
-    end.start()
+    if any(thread not in before and not thread.daemon for thread in threading.enumerate()):
+        end = threading.Timer(5, os._exit, [status])  # a judge's thread may never end
+        end.daemon = True
+        end.start()
     sys.exit(status)
 
 

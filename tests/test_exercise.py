@@ -46,6 +46,8 @@ def test_a_folder_has_all_but_the_answers(tmp_path, capsys):
     told = here(tmp_path, "-m", "pytest", "-m", "lesson")
     assert "test_ef_plain_loss PASSED" in told and "5 failed, 1 passed" in told
     assert len(re.findall(r"^FAILED .*: This function is not written yet\.$", told, re.M)) == 5
+    assert here(tmp_path, "tests/tools/ladder.py").count("not seen: it raised Not") > 5
+    assert (tmp_path / "ladder.html").exists()
     # All are written, and the pages are of the folder's own lines.
     for file in set(YOURS.values()):
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())

@@ -129,7 +129,7 @@ def document(title, body, style=""):
 
 def figures_of_arms(curves):
     """{arm: its values at 0, 1, 2 …}: figures of one scale, side by side."""
-    high = max(curve.max().item() for curve in curves.values())
+    high = max((curve.max().item() for curve in curves.values()), default=0)
     figures = [figure_of_curve("", arm, [*enumerate(curve.tolist())], len(curve) - 1, high, "")
                for arm, curve in curves.items()]
     return f"<div>{''.join(figures)}</div>"
