@@ -509,6 +509,8 @@ def figures(metrics):
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
         "held_out_curve": [line["eval_reward"] for line in metrics if "eval_reward" in line],
+        "held_out_right": [line["eval_reward/right"] for line in metrics
+                           if "eval_reward/right" in line],
         "right_curve": [line["reward/right"] for line in steps if "reward/right" in line],
         "last_ten": mean("accuracy", late),
         "at_09": good[0] if good else len(steps) + 1,    # one step too many: never
@@ -657,7 +659,9 @@ def paired(results):
         tens = [statistics.fmean(curve[start:start + 10]) for start in range(0, len(curve), 10)]
         if tens and "SFT" not in label:
             yield f"- {label}, run {n}: right answers, means of ten steps: {in_words(tens)}"
-        if len(held_out) > 2:
+        if right := run.get("held_out_right"):
+            yield f"- {label}, run {n}: right at each evaluation: {in_words(right)}"
+        elif len(held_out) > 2:
             yield f"- {label}, run {n}: held-out reward of each evaluation: {in_words(held_out)}"
 
 

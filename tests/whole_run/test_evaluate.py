@@ -61,8 +61,7 @@ def test_nothing_is_loaded_twice(capsys, monkeypatch, tmp_path, data):
     evaluates(TINY, *data, *FLAGS[3:], f"--reward-model={TINY / 'reward_model'}",
               f"--against={other}")
     assert sorted(opened) == ["load_problems", "open_reward_model"]
-    out = capsys.readouterr().out
-    assert out.count("are held out") == (len(data) == 1) and ", no change" in out
+    assert ", no change" in capsys.readouterr().out
 
 
 def test_the_other_policy_asks_by_its_own_template(capsys, tmp_path):
