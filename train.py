@@ -484,7 +484,8 @@ def step_metrics(rollout, metrics, updates, s):
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
         teaches = rollout.advantages.any(dim=1).view(-1, s.group_size)                 # (B, G)
-        metrics["flat_groups"] = (~teaches.any(dim=1)).float().mean()
+        flat = ~teaches.any(dim=1)
+        metrics["flat_groups"] = flat.double().mean()
     metrics |= means_of(updates)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
     return {name: float(value) for name, value in metrics.items()}
@@ -595,11 +596,12 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
 def evaluation_rows(policy, parts, s, at_a_time):
     """The rows of this GPU's share of the held-out problems; a signal breaks them off."""
     rows = []
+    key = s.seed, "evaluation"
     mine = share_of_rank(len(parts.eval_problems))
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         if RECEIVED:
             break
-        batch = make_batch(parts.tokenizer, parts.eval_problems, places, (s.seed, "evaluation"), s)
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s, parts.sampler)
         rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
     return rows
@@ -610,7 +612,8 @@ def evaluate_if_due(run, parts, s):
     # Scores of other problems or rewards get another number: best/ does not compare them.
     eval_id = number_of((parts.eval_problems, s.reward, s.reward_weights, s.reward_model))
     steps = [line["step"] for line in run.evaluations if line["eval_id"] == eval_id]
-    is_turn = run.step == s.steps or run.step % (s.eval_every or s.steps) == 0
+    every = s.eval_every or s.steps
+    is_turn = run.step % every == 0 or run.step == s.steps
     if run.step in steps or (steps and not is_turn):
         return
     scores, rows = evaluate(parts, s)
@@ -832,10 +835,12 @@ class FactoredProduct(torch.autograd.Function):
     def backward(ctx, dy):
         x, W, A, B = ctx.saved_tensors
         dx = dy @ W                                                                    # (..., in)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (T, in), (T, out): dW = dy^T x
+        x = x.flatten(0, -2)  # (T, in)
+        dy = dy.flatten(0, -2)  # (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                     # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                                    # (out, R)
-        dA, dB = ctx.c * dA.to(A), ctx.c * dB.to(B)
+        dA = ctx.c * dA.to(A)
+        dB = ctx.c * dB.to(B)
         return dx, None, None, dA, dB, None
 
 
@@ -1407,8 +1412,11 @@ def best_step(run):
 
 def update_bar(bar, run):
     """Show where the first six curves have come to."""
-    bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
-                     for _, title, points in curves_of(run, RECENT)[:6]}, refresh=False)
+    shown = {}
+    for _, title, points in curves_of(run, RECENT)[:6]:
+        name, _, unit = title.partition(" (")
+        shown[name] = points[-1][1]
+    bar.set_postfix(shown, refresh=False)
     bar.update()
 
 
@@ -1467,7 +1475,8 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = "right" if metric == "eval_accuracy" else metric.removeprefix("eval_")
-    part, total = ((column(last, x) - column(first, x)).nanmean() for x in (name, "reward"))
+    part = (column(last, name) - column(first, name)).nanmean()
+    total = (column(last, "reward") - column(first, "reward")).nanmean()
     fell = "; it fell while the sum rose" if part < 0 < total else ""
     return compared(first, last, name) + fell
 
@@ -1875,14 +1884,17 @@ def read_config(path):
 
 def check_settings(s):
     """BadInput: flags that would train something else in silence, a folder in use, odd values."""
-    rewards, weights, band = s.reward or [], s.reward_weights or [], s.kl_band or []
+    rewards = s.reward or []
+    weights = s.reward_weights or []
+    band = s.kl_band or []
     variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
     has_own = rewards or s.reward_model or s.reply
     is_shape, is_gdpo = s.advantage == "shape", s.advantage == "gdpo"
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    in_use = os.path.isdir(s.output) and not of_runs.isdisjoint(os.listdir(s.output))
+    there = os.listdir(s.output) if os.path.isdir(s.output) else []
+    in_use = not of_runs.isdisjoint(there)
     refusals = [
         (s.plain and (WORLD_SIZE > 1 or variants),
          f"--plain: the definitions know one process, and no {' '.join(variants)}"),
