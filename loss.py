@@ -175,7 +175,7 @@ AGGREGATES = {
         counted / (n_rows * lengths_of(counted)),
     # The mean over all tokens of the batch: DAPO, 2503.14476
     "token": lambda counted, n_rows, n_tokens, limit: counted / max(n_tokens, 1),
-    # The sum over rows * max_new_tokens: Dr. GRPO, 2503.20783
+    # The sum, divided by rows * max_new_tokens: Dr. GRPO, 2503.20783
     "constant": lambda counted, n_rows, n_tokens, limit: counted / (n_rows * limit),
 }
 

@@ -91,6 +91,7 @@ class Parts:
     sampler: object = sample_groups     # [A] draws answers, called like sample_groups
     reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
     reward_model: object = None         # behind reward_of, with --reward-model
+    is_whole: bool = True               # no update of a step that is not done has moved a weight
 
 
 @dataclass
@@ -117,7 +118,7 @@ def train_step(parts, batch, s):
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
-    # Every GPU has seen the rows of all, for metrics and for [C]. It trains its own groups.
+    # Every GPU has seen the rows of all, for metrics and for [C]. It trains its share of groups.
     mine = split_groups(rollout, WORLD_SIZE, s)[RANK]
     if s.mask_truncated:  # the reward of a cut answer has counted in its group's mean
         mine.labels[~mine.finished] = sample.IGNORE
@@ -144,7 +145,8 @@ def train_step(parts, batch, s):
 def gradient_step(parts, rollout, s, measure=True):
     """One gradient step on these rows -> its metrics.
 
-    The first one of a rollout, with the policy that drew it, also measures entropy and the sampler.
+    The first one of a rollout, with the policy that drew it, also measures entropy and the sampler
+    (on its rows: with --minibatches on those of the first).
     """
     metrics = backward(parts, rollout, s, measure)
     grad_norm = torch.nn.utils.clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
@@ -154,6 +156,7 @@ def gradient_step(parts, rollout, s, measure=True):
     # [G] The gradient step. One that is not finite is skipped and counted.
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
+        parts.is_whole = False
         parts.optimizer.step()
     parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
     return metrics | {"skipped_updates": skipped}
@@ -237,8 +240,9 @@ def train_grpo(parts, settings, run=None):
             metrics, rollout = train_step(parts, batch, s)
             if s.renew_reference:  # iterative GRPO
                 metrics |= update_reference(parts, rollout, step, s)
-            run.step = step
             run.log_step({"step": step, "lr": lr, **metrics}, rollout, s.group_size)
+            run.step = step
+            parts.is_whole = True
             # Before the evaluation, which takes its time: a kill in it costs no step.
             if step == s.steps or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
@@ -287,8 +291,13 @@ def draw_groups(policy, parts, batch, s):
     """[A] [B] by every GPU for its own prompts -> the Rollout of all, seconds of this one."""
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
-        score = partial(score_responses, ground_truths=truths_of(batch.problems),
-                        group_size=s.group_size // 2)
+        half = s.group_size // 2
+        prompts = reward.repeat_each(batch.prompts, half)
+
+        def score(answers):
+            texts = list(map(reward.opened, answers, prompts))
+            return score_responses(texts, truths_of(batch.problems), half)
+
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
     of_ranks = together(answers_and_rewards, policy, parts, batch, s, sampler)
     rollouts, seconds = zip(*of_ranks)
@@ -571,7 +580,7 @@ LR_SCHEDULES = {
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    lr = s.lr * min(1.0, step / max(s.warmup_steps, 1))
+    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
     lr *= LR_SCHEDULES[s.lr_schedule](left)
@@ -632,7 +641,7 @@ def evaluate_if_due(run, parts, s):
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
-    options = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
+    options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return with_moments(LoraAdamW(factored_linears(model, s, ref_model), **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -650,8 +659,9 @@ def groups_of_decay(named, decay):
     """{name: weight} -> what AdamW takes. Norms and biases, which are vectors, do not decay."""
     if not decay:
         return named.items()
-    return [{"params": [(name, p)], "weight_decay": decay * (p.ndim > 1)}
-            for name, p in named.items()]
+    matrices = [(name, p) for name, p in named.items() if p.ndim > 1]
+    vectors = [(name, p) for name, p in named.items() if p.ndim < 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def trained_by(optimizer):
@@ -996,15 +1006,11 @@ class Stopped(Exception):
 
 
 def together(function, *given):
-    """The function's results on all ranks, a list. Stopped: a signal came to one of them meanwhile.
-
-    An error of the function that no signal explains gets a mark: it came before an update.
-    """
+    """The function's results on all ranks, a list. Stopped: a signal came to one of them."""
     try:
         result = function(*given)
-    except Exception as error:
-        error.costs_no_step = True  # train() reads this
-        if not RECEIVED:
+    except Exception:
+        if not RECEIVED:  # which would explain it
             raise
         result = None
     results = from_all_ranks(result)
@@ -1254,13 +1260,13 @@ def save_folder(model, tokenizer, run, name):
 
 
 def keep_best(run, parts, s):
-    """best/ is the policy of the best evaluation in the log, or it is not there."""
+    """best/ is the policy of the best evaluation that the log knows, or it is not there."""
     best = best_step(run)
     if os.path.exists(f"{run.folder}/best/step-{best}"):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.writes:  # after a kill best/ may be of a step that the log has lost
+    elif run.writes and best is not None:  # a kill may have left one of a step that is lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
@@ -1439,27 +1445,28 @@ def example_of(first, last):
 
 
 def first_and_last(run):
-    """The answers of the first and of the last evaluation of the same problems, see row_of."""
+    """The answers of the first and last evaluation of the same problems, see row_of; [] if lost."""
     answers = {}  # a kill may have left an evaluation that was then asked again
     for record in records_in(run.folder, "evaluations.jsonl"):
         answers[record["step"], record["eval_id"]] = record["answers"]
     known = [answers[point] for point in run.curve("eval_id") if point in answers]
-    return known[0], known[-1]
+    return known and [known[0], known[-1]]
 
 
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    first, last = first_and_last(run)
-    before, after = example_of(first, last)
-    print0("\nof the held-out problems the one that gained most\n"
-           f"question  {before['problem']}\nbefore    {before['answer']}\n"
-           f"after     {after['answer']}\ntruth     {before['truth']}\n")
+    answers = first_and_last(run)
+    if answers:
+        before, after = example_of(*answers)
+        print0("\nof the held-out problems the one that gained most\n"
+               f"question  {before['problem']}\nbefore    {before['answer']}\n"
+               f"after     {after['answer']}\ntruth     {before['truth']}\n")
     _, n = points_and_steps(run.step)
     print0(f"held-out: greedy answers; others: means of the first and of the last {n} steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
-        if "eval_" in metric:
-            print0(f"{'':33}{change_of(metric, first, last)}")
+        if answers and "eval_" in metric:
+            print0(f"{'':33}{change_of(metric, *answers)}")
     for step, warning in run.curve("warning"):
         print0(f"\nwarning of step {step}: {warning}")
     folder = str(run.folder)
@@ -1495,7 +1502,7 @@ def small_curve(points):
 # Figures of an evaluation, and of two that asked the same
 
 def row_of(rollout, n):
-    """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
+    """An answer and its rewards, as evaluations.jsonl keeps them; what is not known is left out."""
     problem = rollout.problems[n]
     row = {"problem": problem["question"], "truth": truth_in_words(problem),
            "answer": rollout.responses[n]}
@@ -1619,6 +1626,7 @@ def symptoms(history, answer=""):
 # takes a word of a table or tuple, several values if that stands in [], or what a function reads.
 # A config file overrides the defaults, and the command line overrides both.
 
+SOURCE = Path(__file__).resolve()  # this file, or the copy of it that runs
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = f"{TINY}/grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -1701,7 +1709,7 @@ class Settings:
     # the update
     lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
     lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
-    weight_decay: amount = 0.0  # weight decay of AdamW
+    weight_decay: amount = 0.0  # weight decay of AdamW; norms and biases have none
     lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
     lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
     warmup_steps: from_0 = 10  # the learning rate rises linearly over these
@@ -1728,6 +1736,11 @@ class Settings:
     resume: expanded = ""  # continue the run in this folder; auto: in --output, or begin it there
     plain: bool = False  # train by plain_step alone, and print each step's rewards
     dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
+
+    @property
+    def learning_rate(self):
+        """Of the optimizer: --lr or its default."""
+        return self.lr or (1e-4 if self.lora_rank else 1e-6)
 
     @property
     def answer_tokens(self):
@@ -1779,7 +1792,7 @@ def parse_flags(words):
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = refuse_flags
     group = parser
-    source = (HERE / "train.py").read_text(encoding="utf-8")
+    source = SOURCE.read_text(encoding="utf-8")
     fields = source.split("class Settings:")[1].split("@property")[0]
     # Of each line with a comment: its first word and the comment
     for name, comment in re.findall(r" *(\w*).*  # (.+)", fields):
@@ -1852,7 +1865,6 @@ def parse(words):
     if s.system_prompt is None:  # rewards of one's own may ask for no box
         rewards = s.reward or ([] if s.reward_model or s.step_reward else ["rule"])
         s.system_prompt = "" if {"rule", "think"}.isdisjoint(rewards) else BOXED
-    s.lr = s.lr or (1e-4 if s.lora_rank else 1e-6)
     s.model = final_of(s.model)
     s.config = source or ""
     return s
@@ -2082,9 +2094,9 @@ def load_reward_model(s, problems):
         if not any(truths_of(problems)):
             print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
                    "the rule orders its pairs")
-    prompt_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
-    prompt_of = blame(f"--reward-model {s.reward_model}:")(prompt_of)
-    return model, partial(reward.model_rewards, model, prompt_of)
+    chat_of = partial(chat_prompt, model.tokenizer, system_prompt=s.system_prompt)
+    chat_of = blame(f"--reward-model {s.reward_model}:")(chat_of)
+    return model, partial(reward.model_rewards, model, chat_of)
 
 
 def load_policy(s):
@@ -2262,13 +2274,14 @@ def train(parts, s, run):
         # From here on a signal lets the step end; until here there was nothing to save.
         with listening_to_signals():
             train_grpo(parts, s, run)
-    except Exception as error:
-        # One that came before an update, in a reward, say, finds a whole step, and costs none. With
-        # other ranks, which may not come here, it costs those since the last checkpoint.
-        if hasattr(error, "costs_no_step") and WORLD_SIZE == 1:
+    except Exception:
+        # One before the first update of a step, as in a reward, finds a whole step and costs none.
+        # With other ranks, which may not come here, it costs those since the last checkpoint.
+        if parts.is_whole and WORLD_SIZE == 1 and run.folder.exists():
             save_checkpoint(run, parts, s)
         raise
     if signum := stopped():
+        RECEIVED.clear()
         save_checkpoint(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + signum

@@ -254,7 +254,7 @@ def trl(settings, policy, tokenizer, batches, job):
         num_generations=s.group_size, num_iterations=U, max_steps=U * len(batches),
         max_completion_length=s.max_new_tokens, temperature=s.temperature, top_k=0, top_p=1.0,
         beta=s.kl_coef, epsilon=s.clip_eps, loss_type="grpo",
-        learning_rate=s.lr, lr_scheduler_type="constant", weight_decay=0.0,
+        learning_rate=s.learning_rate, lr_scheduler_type="constant", weight_decay=0.0,
         max_grad_norm=s.max_grad_norm, optim="adamw_torch_fused",
         use_vllm=False, bf16=half, use_cpu=not cuda, gradient_checkpointing=False,
         shuffle_dataset=False, dataloader_pin_memory=False, seed=s.seed,

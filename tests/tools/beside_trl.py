@@ -106,7 +106,7 @@ def train_by_trl(s):
 
     model = parts.policy_model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
+        model.parameters(), lr=s.learning_rate, weight_decay=s.weight_decay, fused=True)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     config = GRPOConfig(
         output_dir="runs/trl-unused", seed=s.seed, max_steps=s.steps,

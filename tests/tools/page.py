@@ -91,6 +91,8 @@ def page_of(run, sections, s):
     _, title, points = curves[0]
     (_, first), (step, last) = points[0], points[-1]
     rows = train.first_and_last(run)
+    if not rows:
+        sys.exit(f"page.py: {run.folder}/evaluations.jsonl has lost its answers")
     before, after = train.example_of(*rows)
     changes = [f"{escape(title)}: {train.change_of(metric, *rows)}" for metric, title, _ in curves
                if metric.startswith("eval_")]
@@ -98,7 +100,7 @@ def page_of(run, sections, s):
 <h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
 <p>{"<br>".join(changes)}</p>
 <p>{escape(run.folder.name)}: {steps} steps of GRPO, each with B = {s.prompts_per_step} questions
-and G = {s.group_size} answers to each; lr {s.lr:g}. The best evaluation is that of step
+and G = {s.group_size} answers to each; lr {s.learning_rate:g}. The best evaluation is that of step
 {train.best_step(run):g}. Held-out answers are greedy, all others sampled: their numbers are means
 of the first and of the last {n} steps. What is 0 throughout is left out.</p>
 <ul>{items}</ul><div>{figures}</div>

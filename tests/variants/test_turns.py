@@ -63,6 +63,19 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():
             assert stem and fine[:len(stem)] == stem
 
 
+def test_a_prompt_that_opens_the_reasoning_is_ranked_as_it_is_paid(monkeypatch):
+    """A box in reasoning that does not end earns nothing, in the first half of a group, too."""
+    p = parts("--around-best=2", "--group-size=8")
+    p.prompts = [f"{prompt} <think>" for prompt in p.prompts]
+    scored = []
+    real = train.score_responses
+    monkeypatch.setattr(train, "score_responses",
+                        lambda texts, *given: scored.append(texts) or real(texts, *given))
+    whole_step(p, reward_of=None)
+    assert [len(texts) for texts in scored] == [8, 16]
+    assert all(text.startswith("<think>") for texts in scored for text in texts)
+
+
 def test_shapley_shares_arrive():
     """--advantage shape: each box of an answer earns its own share, tokens behind the last none."""
     p = parts("--advantage=shape", "--updates-per-rollout=1", "--sampler-correction=2.0", *FLAGS)

@@ -432,6 +432,19 @@ def test_it_starts_as_people_start_programs(tmp_path, start, environment):
     assert "--lora-rank N" in done.stdout and "LoRA: train factors" in done.stdout, done.stderr
 
 
+def test_a_copy_of_it_has_its_own_flags(tmp_path):
+    """Under another name, with a flag more: its help is its comment."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    source = (ROOT / "train.py").read_text("utf-8")
+    flag = "    seed: from_0 = 0  #"
+    mine = source.replace(flag, f"    luck: from_0 = 7  # of mine\n{flag}")
+    (tmp_path / "mine.py").write_text(mine, "utf-8")
+    done = subprocess.run([sys.executable, "mine.py", "--help"], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=LIMIT)
+    assert "--luck N" in done.stdout and "of mine [7]" in done.stdout, done.stderr
+
+
 def test_a_config_may_begin_with_a_mark(tmp_path):
     """As an editor on Windows writes it."""
     path = tmp_path / "c.json"

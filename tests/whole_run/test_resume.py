@@ -1,6 +1,7 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pty
@@ -147,7 +148,7 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
         with pytest.raises(train.reward.ForeignError) as raised:
             train.main(flags)
         out = "\n".join([str(raised.value.__cause__), *raised.value.__notes__])
-    assert handlers == [*map(signal.getsignal, signal.Signals)]
+    assert handlers == [*map(signal.getsignal, signal.Signals)] and not train.RECEIVED
     assert re.search(said, out) and train.command("train.py", "--resume", str(folder)) in out
     assert counters_of(folder)["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
@@ -428,6 +429,46 @@ def test_a_checkpoint_is_enough_to_go_on(capsys, run_folder, name, spoil):
     assert f"{run_folder}/{name}" in out
     assert [m["step"] for m in metrics_of(run_folder)][-1] == 7
     assert page.main(run_folder).exists()
+
+
+@pytest.mark.parametrize("name", train.LOGS)
+def test_a_finished_run_that_has_lost_a_log_says_so(capsys, run_folder, name):
+    """And keeps a policy in best/."""
+    (run_folder / name).unlink()
+    trains(f"--resume={run_folder}")
+    assert f"{run_folder}/{name} is lacking" in capsys.readouterr().out
+    assert len(list(run_folder.glob("best/step-*"))) == 1
+
+
+@pytest.mark.parametrize("update, kept", [(5, 2), (6, 0)])
+def test_an_error_before_the_first_update_costs_no_step(monkeypatch, tmp_path, update, kept):
+    """As out of memory in a backward pass; behind an update the weights are half a step on."""
+    calls = itertools.count(1)
+
+    def backward(*given, real=train.backward):
+        if next(calls) == update:
+            raise RuntimeError("no, please")
+        return real(*given)
+    monkeypatch.setattr(train, "backward", backward)
+    with pytest.raises(RuntimeError, match="no, please"):
+        train.main([*FLAGS, "--save-every=100", f"--output={tmp_path / 'run'}"])
+    assert counters_of(tmp_path / "run")["step"] == kept
+
+
+def test_rewards_that_an_advantage_refuses_cost_no_step(capsys, tmp_path):
+    """MaxRL, and a reward that is negative from step 3 on: one line, and two steps are kept."""
+    (tmp_path / "worse.py").write_text("""
+calls = 0
+def score(completions, **columns):
+    global calls
+    calls += 1
+    return [float(len(text)) * (-1 if calls > 3 else 1) for text in completions]
+""")
+    folder = tmp_path / "run"
+    line = refused(capsys, *FLAGS, f"--reward={tmp_path}/worse.py:score", "--advantage=max-rl",
+                   "--save-every=100", f"--output={folder}", begun=True)
+    assert "--advantage max-rl" in line and "--resume" in line
+    assert counters_of(folder)["step"] == 2
 
 
 def test_factors_of_another_rank_are_not_repeated(capsys, tmp_path):

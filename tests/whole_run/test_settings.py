@@ -58,8 +58,8 @@ def test_what_flags_become(monkeypatch, tmp_path):
                     "--steps=3 --lr=0.1 --steps 4".split())
     assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, -0.5], 4)
     # A learning rate for all weights is none for LoRA's factors
-    assert train.parse(["--model=x", "--lora-rank=4"]).lr == 1e-4
-    assert train.parse(["--lora-rank=4", "--lr=1e-5"]).lr == 1e-5
+    assert train.parse(["--model=x", "--lora-rank=4"]).learning_rate == 1e-4
+    assert train.parse(["--lora-rank=4", "--lr=1e-5"]).learning_rate == 1e-5
     # Held-out problems of a config do not judge another data set
     (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
     assert train.parse(["--data=d.jsonl"]).eval_data == ""
