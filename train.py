@@ -1266,7 +1266,7 @@ def keep_best(run, parts, s):
         return
     if s.best and best == run.step > 0:
         save_folder(parts.policy_model, parts.tokenizer, run, "best")
-    elif run.writes and best is not None:  # a kill may have left one of a step that is lost
+    elif run.writes:  # after a kill best/ may be of a step that the log has lost
         shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 

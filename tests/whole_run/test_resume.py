@@ -433,11 +433,9 @@ def test_a_checkpoint_is_enough_to_go_on(capsys, run_folder, name, spoil):
 
 @pytest.mark.parametrize("name", train.LOGS)
 def test_a_finished_run_that_has_lost_a_log_says_so(capsys, run_folder, name):
-    """And keeps a policy in best/."""
     (run_folder / name).unlink()
     trains(f"--resume={run_folder}")
     assert f"{run_folder}/{name} is lacking" in capsys.readouterr().out
-    assert len(list(run_folder.glob("best/step-*"))) == 1
 
 
 @pytest.mark.parametrize("update, kept", [(5, 2), (6, 0)])
