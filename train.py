@@ -659,9 +659,9 @@ def groups_of_decay(named, decay):
     """{name: weight} -> what AdamW takes. Norms and biases, which are vectors, do not decay."""
     if not decay:
         return named.items()
-    matrices = [(name, p) for name, p in named.items() if p.ndim > 1]
-    vectors = [(name, p) for name, p in named.items() if p.ndim < 2]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    # A group for each keeps their order, in which the norm of the gradient is summed.
+    return [{"params": [(name, p)], "weight_decay": decay * (p.ndim > 1)}
+            for name, p in named.items()]
 
 
 def trained_by(optimizer):
