@@ -218,6 +218,8 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     Between low and high it stays. Above, it is multiplied by approx_kl / high, below by approx_kl /
     low, within 1 ± `rate`: one step's KL is noisy. As in arXiv 1909.08593, with a band as target.
     """
+    if approx_kl is None:  # the step was skipped
+        return kl_coef
     if approx_kl > high:
         return max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
     if approx_kl < low:

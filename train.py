@@ -14,8 +14,7 @@ Common mistakes that this avoids:
 
 import sys
 if sys.version_info < (3, 11):  # noqa: UP036
-    print("train.py: needs Python 3.11 or newer", file=sys.stderr)
-    sys.exit(2)
+    sys.exit("train.py: needs Python 3.11 or newer")
 
 import argparse, copy, hashlib, json, math, os, platform, re, shlex, shutil, signal
 import threading, time, traceback, warnings
@@ -24,17 +23,25 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
+SOURCE = Path(__file__).resolve()  # this file, or the copy of it that runs
+sys.path.insert(0, str(SOURCE.parent))  # `python -P` leaves it out
+
+# What torchrun tells, read once: a user's reward may set these to start a server of its own.
+RANK = int(os.environ.get("RANK") or 0)
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
 
 # What torch and tqdm read when they are imported
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large blocks on a CPU in huge pages
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")  # shapes of bfloat16 products, half a MB each
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # likewise
-if "microsoft" not in platform.release():  # CUDA's blocks may grow, not on WSL 2 (pytorch 192330)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("TQDM_MININTERVAL", "0.1" if os.isatty(2) else "60")  # seconds, in a file
-if os.environ.get("RANK", "0") != "0":
+DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait sleep
+    "THP_MEM_ALLOC_ENABLE": "1",  # large blocks on a CPU in huge pages
+    "LRU_CACHE_CAPACITY": "64",  # shapes of bfloat16 products, half a MB each
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # likewise
+    # CUDA's blocks may grow, but not on WSL 2 (pytorch 192330).
+    "PYTORCH_ALLOC_CONF": f"expandable_segments:{'microsoft' not in platform.release()}",
+    "TQDM_MININTERVAL": "0.1" if os.isatty(2) else "60",  # seconds, in a file
+}
+os.environ.update(DEFAULTS | os.environ)  # what is set already stays
+if RANK > 0:
     os.environ["TQDM_DISABLE"] = "1"  # one rank's bars are enough
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, until a run listens
@@ -53,7 +60,8 @@ from advantage import plain_advantages, process_advantages
 from logprob import checkpoint_layers, cut_rows, has_long_rows, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, next_kl_coef, plain_loss
-from reward import HERE, BadInput, blame, is_right, score_responses, truth_in_words, truths_of
+from reward import HERE, BadInput, blame, column, compared, is_right, score_responses
+from reward import truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
 
@@ -91,6 +99,7 @@ class Parts:
     sampler: object = sample_groups     # [A] draws answers, called like sample_groups
     reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
     reward_model: object = None         # behind reward_of, with --reward-model
+    twin: object = None                 # of a sharded policy: see twin_of
     is_whole: bool = True               # no update of a step that is not done has moved a weight
 
 
@@ -234,7 +243,8 @@ def train_grpo(parts, settings, run=None):
             step = done + 1
             lr = set_learning_rate(parts.optimizer, step, s)
             if s.kl_band and run.history:
-                s.kl_coef = kl_coef_after(run.history[-1], s)
+                last = run.history[-1]
+                s.kl_coef = next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
             metrics, rollout = train_step(parts, batch, s)
@@ -259,7 +269,7 @@ def train_grpo(parts, settings, run=None):
 #   signals         together, listening_to_signals         Ctrl-C costs no step, and spoils none
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   what it shows   curves_of, print_story                 the bar, the last lines
-#   its figures     compared, symptoms                     what was gained; when a run warns
+#   warnings        symptoms                               when a run warns
 #   settings        Settings, parse                        every flag, its default and its help
 #   the machine     plan_memory                            device, dtype, memory before any is taken
 #   loading         load                                   settings -> parts, or one line of refusal
@@ -270,13 +280,13 @@ def train_grpo(parts, settings, run=None):
 
 def scored_groups(parts, batch, s):
     """[A] [B] -> the Rollout of all GPUs, the metrics of the answers that were drawn first."""
-    policy = sampling_model(parts.policy_model)
-    rollout, seconds = draw_groups(policy, parts, batch, s)
+    renew_twin(parts)
+    rollout, seconds = draw_groups(parts, batch, s)
     if batch.is_first:
         print_group(take(rollout, range(s.group_size)))
     metrics = answer_metrics(rollout, s) | seconds
     if s.max_resample:
-        rollout = without_flat_groups(policy, parts, batch, rollout, metrics, s)
+        rollout = without_flat_groups(parts, batch, rollout, metrics, s)
     lengths = rollout.mask.sum(dim=1)                                                  # (N,)
     if s.length_rescale:
         rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
@@ -287,7 +297,7 @@ def scored_groups(parts, batch, s):
     return rollout, metrics
 
 
-def draw_groups(policy, parts, batch, s):
+def draw_groups(parts, batch, s):
     """[A] [B] by every GPU for its own prompts -> the Rollout of all, seconds of this one."""
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
@@ -299,15 +309,16 @@ def draw_groups(policy, parts, batch, s):
             return score_responses(texts, truths_of(batch.problems), half)
 
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
-    of_ranks = together(answers_and_rewards, policy, parts, batch, s, sampler)
+    of_ranks = together(answers_and_rewards, parts, batch, s, sampler)
     rollouts, seconds = zip(*of_ranks)
     return reduce(sample.joined, rollouts), seconds[RANK]
 
 
-def answers_and_rewards(policy, parts, batch, s, sampler):
+def answers_and_rewards(parts, batch, s, sampler):
     """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
     G = s.group_size
+    policy = parts.twin or parts.policy_model
     rollout = sampler(policy, parts.tokenizer, batch.prompts, G, s.max_new_tokens, s.temperature,
                       batch.generators)
     middle = time.perf_counter()
@@ -320,9 +331,6 @@ def answers_and_rewards(policy, parts, batch, s, sampler):
         values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rewards)
-    largest = rollout.rewards.nan_to_num().abs().max()
-    if largest >= 1e15:
-        raise BadInput(f"a reward of {largest:g}: rewards must lie between -1e15 and 1e15")
 
     # None (NaN here) is no 0: such an answer has no token in the loss, and is in no metric.
     unscored = rollout.rewards.isnan()
@@ -332,7 +340,7 @@ def answers_and_rewards(policy, parts, batch, s, sampler):
                      "seconds_scoring": time.perf_counter() - middle}
 
 
-def without_flat_groups(policy, parts, batch, rollout, metrics, s):
+def without_flat_groups(parts, batch, rollout, metrics, s):
     """--max-resample: flat groups give way to groups of other problems -> Rollout.
 
     DAPO, 2503.14476. A group that is still flat after the last attempt stays, with advantages of 0.
@@ -349,7 +357,7 @@ def without_flat_groups(policy, parts, batch, rollout, metrics, s):
         metrics["resampled_groups"] += lacking
         drawn_before = len(flat) - N // G
         others = batch.others(drawn_before, max(lacking, WORLD_SIZE))  # every GPU draws a group
-        more, seconds = draw_groups(policy, parts, others, s)
+        more, seconds = draw_groups(parts, others, s)
         rollout = sample.joined(rollout, more)
         for name, value in seconds.items():
             metrics[name] += value
@@ -437,11 +445,9 @@ def check_sampler(parts, nats, s):
     # Nats per token, for rounding: 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-4
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "try --no-fast, or --sampler-correction 2.0, which corrects for that"
-        if getattr(parts.sampler, "func", parts.sampler).__module__ != sample.__name__:
-            mend = "parts.sampler draws otherwise than [D] scores"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
-                       f"token; {mend}")
+                       "token: try --no-fast, or --sampler-correction 2.0, which corrects for "
+                       "that; a sampler of one's own must draw as [D] scores")
 
 
 def answer_metrics(rollout, s):
@@ -561,13 +567,6 @@ def update_reference(parts, rollout, step, s):
     return metrics
 
 
-def kl_coef_after(last, s):
-    """--kl-band: the beta that follows the last step's metrics."""
-    if last["approx_kl"] is None:  # the step was skipped
-        return last["kl_coef"]
-    return next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
-
-
 # Factors of the rate. Of the steps behind the warm-up, `left` is the share that is still to come:
 # 1 until the warm-up ends, and above 0 in the last step.
 LR_SCHEDULES = {
@@ -591,10 +590,10 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
-    at_a_time = max(1, settings.prompts_per_step // WORLD_SIZE * settings.group_size // group_size)
+    at_a_time = settings.prompts_per_step // WORLD_SIZE * settings.group_size // group_size
     s = replace(settings, group_size=group_size, temperature=temperature)
-    policy = sampling_model(parts.policy_model)
-    rows = sum(together(evaluation_rows, policy, parts, s, at_a_time), [])
+    renew_twin(parts)
+    rows = sum(together(evaluation_rows, parts, s, at_a_time), [])
     metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
     if parts.reward_of:
         for name in reward_names(rows):
@@ -602,7 +601,7 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     return metrics, rows
 
 
-def evaluation_rows(policy, parts, s, at_a_time):
+def evaluation_rows(parts, s, at_a_time):
     """The rows of this GPU's share of the held-out problems; a signal breaks them off."""
     rows = []
     key = s.seed, "evaluation"
@@ -611,7 +610,7 @@ def evaluation_rows(policy, parts, s, at_a_time):
         if RECEIVED:
             break
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
-        rollout, _ = answers_and_rewards(policy, parts, batch, s, parts.sampler)
+        rollout, _ = answers_and_rewards(parts, batch, s, parts.sampler)
         rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
     return rows
 
@@ -652,7 +651,8 @@ def make_optimizer(model, s, ref_model=None):
     for i, (name, weight) in enumerate(weights.items()):
         master = dither(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
-    return with_moments(MasterAdamW(masters, list(weights.values()), **options))
+    groups = groups_of_decay(masters, s.weight_decay)
+    return with_moments(MasterAdamW(groups, list(weights.values()), **options))
 
 
 def groups_of_decay(named, decay):
@@ -727,8 +727,8 @@ class MasterAdamW(RoundedAdamW):
     """
 
     def __init__(self, masters, weights, **options):
-        super().__init__(groups_of_decay(masters, options.get("weight_decay")), **options)
-        self.masters = list(masters.values())
+        super().__init__(masters, **options)
+        self.masters = trained_by(self)
         self.weights = weights
         self.grads = []
         if self.masters[0].device != weights[0].device:
@@ -805,21 +805,21 @@ def factored_linears(model, s, ref_model):
     return linears
 
 
-class FactoredLinear(torch.nn.Linear):
+class FactoredLinear(torch.nn.Module):
     """A Linear that hands the gradient of its weight on to factors.
 
     first_weight() makes W0 in float32.
     """
 
     def __init__(self, linear, first_weight, s, generator):
-        n_out, n_in = linear.weight.shape
-        super().__init__(n_in, n_out, device="meta")
+        super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
         self.first_weight = first_weight
 
         # PEFT begins with the same distribution. B is 0: the first W is W0.
         R = s.lora_rank
+        n_out, n_in = linear.weight.shape
         device = linear.weight.device
         A = 2 * torch.rand(R, n_in, generator=generator) - 1
         A /= n_in ** 0.5
@@ -884,11 +884,6 @@ def save_adapter(run, optimizer, s):
 # Several GPUs (torchrun), by torch's FSDP2: every rank holds a shard of the weights and of their
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
-# What torchrun tells, read once: a user's reward may set these to start a server of its own.
-RANK = int(os.environ.get("RANK") or 0)
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
-
-
 @blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
 def join_ranks(s):
     if RANK >= WORLD_SIZE:
@@ -920,10 +915,8 @@ def leave_ranks(status):
 
 
 def share_of_rank(n):
-    """The part of n things that this rank takes: a range."""
-    begin = RANK * n // WORLD_SIZE
-    end = (RANK + 1) * n // WORLD_SIZE
-    return range(begin, end)
+    """Which of n things this rank takes, as split_groups shares them: a list of numbers."""
+    return torch.arange(n).tensor_split(WORLD_SIZE)[RANK].tolist()
 
 
 def from_all_ranks(value):
@@ -957,17 +950,13 @@ def shard_of(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s, samples=False):
+def shard(model, s):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
     if not s.has_shards:
         return model
     from torch.distributed import fsdp
 
     device = torch.device(s.device)
-    if samples:
-        # FSDP's hooks would slow sampling down: a twin does it, whose weights are empty at first.
-        empty = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = copy.deepcopy(model, empty).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (WORLD_SIZE,)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -980,14 +969,21 @@ def shard(model, s, samples=False):
     return model.to(device)  # its buffers
 
 
+def twin_of(model, s):
+    """A copy to sample from, whole but empty, of a model that will be sharded: FSDP's hooks would
+    slow sampling down. None if each GPU holds all weights."""
+    if not s.has_shards:
+        return None
+    empty = {id(p): torch.empty_like(p, device=s.device) for p in model.parameters()}
+    return copy.deepcopy(model, empty).to(s.device)  # its buffers
+
+
 @torch.no_grad()
-def sampling_model(model):
-    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
-    twin = vars(model).get("twin", model)
-    if twin is not model:
-        for weight, p in zip(twin.parameters(), model.parameters()):
+def renew_twin(parts):
+    """Give the twin, if there is one, the weights of all shards."""
+    if parts.twin:
+        for weight, p in zip(parts.twin.parameters(), parts.policy_model.parameters()):
             weight.copy_(whole_of(p))
-    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1140,13 +1136,13 @@ class Run:
         for record in samples_of(rollout, metrics["step"], group_size):
             self.append("samples.jsonl", record)
         line = {name: finite(value) for name, value in metrics.items()}
-        recent = [*self.history[-RECENT:], line]
+        self.history.append(line)
+        recent = self.history[-RECENT:]
         symptom = symptoms(recent, rollout.responses[-1])
         if symptom and not any("warning" in row for row in recent):  # one is enough
             line["warning"] = symptom
             print0(f"step {line['step']}: {symptom}", sys.stderr)
         self.append("metrics.jsonl", line)
-        self.history.append(line)
         skipped = [row for row in self.history[-10:] if row.get("skipped_updates")]
         if len(skipped) == 10:
             raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
@@ -1289,10 +1285,10 @@ def checkpoint_tensors(parts, s):
             optimizers["reward_model/"] = parts.reward_model.optimizer
     for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
-        names = [name for group in adamw.param_groups for name in group["param_names"]]
-        for name, weight in zip(names, trained_by(adamw)):
-            for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
-                tensors[f"{kind}/{prefix}{name}"] = tensor
+        for group in adamw.param_groups:
+            for name, weight in zip(group["param_names"], group["params"]):
+                for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
+                    tensors[f"{kind}/{prefix}{name}"] = tensor
     return tensors
 
 
@@ -1482,10 +1478,7 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = "right" if metric == "eval_accuracy" else metric.removeprefix("eval_")
-    part = (column(last, name) - column(first, name)).nanmean()
-    total = (column(last, "reward") - column(first, "reward")).nanmean()
-    fell = "; it fell while the sum rose" if part < 0 < total else ""
-    return compared(first, last, name) + fell
+    return compared(first, last, name)
 
 
 def small_curve(points):
@@ -1497,9 +1490,6 @@ def small_curve(points):
     blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
 
-
-# --------------------------------------------------------------------------------------------------
-# Figures of an evaluation, and of two that asked the same
 
 def row_of(rollout, n):
     """An answer and its rewards, as evaluations.jsonl keeps them; what is not known is left out."""
@@ -1515,8 +1505,6 @@ def row_of(rollout, n):
     by_rule = float(rollout.rule_rewards[n])
     if not math.isnan(by_rule):
         row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
-        if row["boxed"] and not row["cut"]:
-            row["right of boxed and uncut"] = row["right"]
     return row
 
 
@@ -1524,64 +1512,6 @@ def reward_names(rows):
     """Of the rows of an evaluation: "reward", and where it is a sum each "reward/NAME"."""
     names = [name for row in rows[:1] for name in row if name.startswith("reward")]
     return names if len(names) > 2 else names[:1]
-
-
-def column(rows, name):
-    """What these rows hold under a name, (n,) float64, NaN where they lack it."""
-    values = [row.get(name) for row in rows]
-    known = [math.nan if value is None else value for value in values]
-    return torch.tensor(known, dtype=torch.float64)
-
-
-def compared(before, after, name):
-    """Two policies on the same problems, by a column of their rows -> a line.
-
-    After ± stands the standard error over the problems; p is that of `sign_test`.
-    """
-    old = column(before, name)
-    new = column(after, name)
-    gained = int((new > old).sum())
-    lost = int((new < old).sum())
-    if gained == lost == 0:
-        return f"{with_error(old)}, no change"
-    p = sign_test(gained, lost)
-    shown = "< 0.001" if p < 0.001 else f"= {p:.3f}"
-    return (f"{with_error(old)} → {with_error(new)}, difference {with_error(new - old)}: "
-            f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
-
-
-def with_error(values):
-    """The mean ± its standard error. Where all values are 0, or all are 1, that error is 0, which
-    says too much: there Wilson's 95% interval of a rate stands in its place.
-    """
-    mean, error, B = mean_and_error(values)
-    if not error < 1e-9:  # the error of a single problem is NaN
-        return f"{mean:.3f} ± {error:.3f}"
-    if mean not in (0, 1):
-        return f"{mean:.3f}, all equal"
-    edge = 3.84 / (B + 3.84)                             # 3.84 = 1.96²
-    return f"{mean:.3f} [{max(mean - edge, 0):.3g}, {min(mean + edge, 1):.3g}]"
-
-
-def mean_and_error(values):
-    """The mean over problems of a value of each, its standard error, and their number B.
-
-    The error is the values' std (by B - 1), divided by sqrt(B): how far the mean of other problems
-    would lie; NaN for one problem. A NaN does not apply: such a problem is not counted.
-    """
-    values = values[~values.isnan()]
-    mean = values.mean()
-    B = len(values)
-    error = (values - mean).norm() / math.sqrt(B * (B - 1))
-    return mean, error, B
-
-
-def sign_test(gained, lost):
-    """The exact two-sided p: how often a fair coin splits so many changes at least as unevenly."""
-    n = gained + lost
-    fewer = min(gained, lost)
-    tail = sum(math.comb(n, k) for k in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**n)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1626,7 +1556,6 @@ def symptoms(history, answer=""):
 # takes a word of a table or tuple, several values if that stands in [], or what a function reads.
 # A config file overrides the defaults, and the command line overrides both.
 
-SOURCE = Path(__file__).resolve()  # this file, or the copy of it that runs
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = f"{TINY}/grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -1805,10 +1734,8 @@ def parse_flags(words):
 
 def refuse_flags(message):
     """In place of argparse's own end, which has two lines: BadInput."""
-    hint = "--help lists the flags"
-    if re.search("unrecognized.* --(eval-only|against|trace)", message):
-        hint = "in tests/tools evaluate.py evaluates, and lesson.py traces a step"
-    raise BadInput(f"{message} ({hint})")
+    raise BadInput(f"{message} (--help lists the flags; in tests/tools evaluate.py evaluates, and "
+                   "lesson.py traces a step)")
 
 
 def options_of_flag(name, comment):
@@ -1904,9 +1831,8 @@ def check_settings(s):
     is_shape, is_gdpo = s.advantage == "shape", s.advantage == "gdpo"
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
-    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
-    there = os.listdir(s.output) if os.path.isdir(s.output) else []
-    in_use = not of_runs.isdisjoint(there)
+    of_runs = "config.json", *LOGS, "best", "final", "adapter"
+    in_use = s.output and any(os.path.exists(f"{s.output}/{name}") for name in of_runs)
     refusals = [
         (s.plain and (WORLD_SIZE > 1 or variants),
          f"--plain: the definitions know one process, and no {' '.join(variants)}"),
@@ -1935,7 +1861,9 @@ def check_settings(s):
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (not s.kl_coef and (band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.minibatches > max(1, s.prompts_per_step // WORLD_SIZE),
+        (s.prompts_per_step < WORLD_SIZE,
+         f"--prompts-per-step {s.prompts_per_step}: there are {WORLD_SIZE} processes"),
+        (s.minibatches > s.prompts_per_step // WORLD_SIZE,
          f"--minibatches {s.minibatches}: more than the --prompts-per-step of a process"),
     ]
     for is_so, line in refusals:
@@ -1970,8 +1898,6 @@ def choose_device(s):
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
         raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
-    if device.type == "mps" and s.dtype not in ("auto", "float32"):
-        raise BadInput("--dtype: on mps only float32 works")
     # Older GPUs emulate bfloat16, which is slow.
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return device, "bfloat16"
@@ -2040,15 +1966,13 @@ def fit_gpu(s):
     if s.gradient_checkpointing:
         kept /= 10
     need = weights + training + kept
-    if s.dry_run is not None:
-        print0(f"policy and reference {weights:5.1f} GB\ntraining             {training:5.1f} GB\n"
-               f"backward pass        {kept:5.1f} GB\nthe rest             {REST:5.1f} GB\n"
-               f"in all               {need + REST:5.1f} GB")
-    told = f"a step needs some {need + REST:.3g} GB"
-    if need > room:
-        raise BadInput(f"--model {s.model}: {told}, and a tenth more should be free; {ADVICE}")
-    print0(f"memory    {told}{', with --offload' * s.offload}"
+    print0(f"memory    a step needs some {need + REST:.3g} GB: policy and reference {weights:.3g}, "
+           f"training {training:.3g}, backward pass {kept:.3g}, the rest {REST}"
+           f"{', with --offload' * s.offload}"
            f"{', with --gradient-checkpointing' * s.gradient_checkpointing}")
+    if need > room:
+        raise BadInput(f"--model {s.model}: a step needs some {need + REST:.3g} GB, and a tenth "
+                       f"more should be free; {ADVICE}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2058,8 +1982,6 @@ def fit_gpu(s):
 def load(s, to_train=True):
     """Settings that plan_memory has completed -> the Parts of a run, or of an evaluation alone."""
     torch.set_num_threads(s.threads)
-    if s.prompts_per_step < WORLD_SIZE:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: there are {WORLD_SIZE} processes")
     reward_of = reward.load_rewards(s.reward, s.reward_weights, s.step_reward)
     ref_model = optimizer = reward_model = None
     sampler = sample_groups
@@ -2072,7 +1994,8 @@ def load(s, to_train=True):
     tell_differences("--model", s.model, s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model, reward_of = load_reward_model(s, problems)
-    policy_model = shard(policy_model, s, samples=True)
+    twin = twin_of(policy_model, s)
+    policy_model = shard(policy_model, s)
     if to_train:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
@@ -2080,7 +2003,7 @@ def load(s, to_train=True):
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return Parts(policy_model, ref_model, tokenizer, optimizer, problems, eval_problems, sampler,
-                 reward_of, reward_model)
+                 reward_of, reward_model, twin)
 
 
 def load_reward_model(s, problems):
@@ -2335,8 +2258,7 @@ def survive_closing(stream):
 def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if RANK == 0:
-        with tqdm.external_write_mode(file):
-            print(sample.printable(line), file=file, flush=True)
+        tqdm.write(sample.printable(line), file=file)
 
 
 def command(program, *flags):

@@ -38,8 +38,8 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     return SimpleNamespace(
         policy_model=policy, ref_model=reference, optimizer=train.make_optimizer(policy, s),
         tokenizer=tokenizer, problems=problems, eval_problems=problems, reward_of=None,
-        sampler=sample.sample_groups, reward_model=None, prompts=prompts,
-        settings=s)
+        sampler=sample.sample_groups, reward_model=None, twin=None,
+        prompts=prompts, settings=s)
 
 
 def parts_of(p, problems, **changes):

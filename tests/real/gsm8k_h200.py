@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from train import column, sign_test, with_error  # noqa: E402
+from reward import column, sign_test, with_error  # noqa: E402
 
 
 def rows_of(policy):

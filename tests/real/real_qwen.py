@@ -118,6 +118,9 @@ def greedy(folder, problems, system_prompt, most, task):
         "--system-prompt", system_prompt, "--max-new-tokens", most, "--reward", "rule",
         "--dtype", "bfloat16", "--prompts-per-step", 5, "--group-size", 8]), to_train=False)
     _, rows = train.evaluate(train.load(settings, to_train=False), settings)
+    for row in rows:
+        if row.get("boxed") and not row["cut"]:
+            row["right of boxed and uncut"] = row["right"]
     return rows
 
 
@@ -127,7 +130,7 @@ def print_row(title, rows, before=None):
     texts = [row["answer"] for row in rows]
     truths = [row["truth"].replace(",", "") for row in rows]
     by_number = torch.tensor(right(completions=texts, answer=truths))
-    cells = [train.with_error(train.column(rows, "right")), f"{by_number.mean():.3f}"]
+    cells = [train.reward.with_error(train.column(rows, "right")), f"{by_number.mean():.3f}"]
     for name in ("boxed", "cut", "right of boxed and uncut"):
         cells.append(f"{train.column(rows, name).nanmean():.3f}")
     cells.append(f"{train.column(rows, 'tokens').mean():.0f}")
@@ -139,8 +142,8 @@ def print_mean(title, before, *runs):
     """The mean of the runs and what it gained, problem by problem."""
     right = torch.stack([train.column(rows, "right") for rows in runs])  # (runs, problems)
     gain = right.mean(dim=0) - train.column(before, "right")
-    print(f"\n{title}, mean of the runs: {train.with_error(right.mean(dim=0))}, "
-          f"gained {train.with_error(gain)}\n", flush=True)
+    print(f"\n{title}, mean of the runs: {train.reward.with_error(right.mean(dim=0))}, "
+          f"gained {train.reward.with_error(gain)}\n", flush=True)
 
 
 def print_head():

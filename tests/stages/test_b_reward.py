@@ -24,10 +24,9 @@ import reward
 from evaluate import best_of_k, majority_at_k
 from reward import (boxed_candidates, canonical, complete_boxes, distinct, extract_boxed,
                     final_answer, hold_out, is_right, length_rescaled, load_problems,
-                    overlong_penalty, rule_reward, score_responses, think_answer_reward,
-                    truths_of)
+                    mean_and_error, overlong_penalty, rule_reward, score_responses, sign_test,
+                    think_answer_reward, truths_of)
 from sample import words_of
-from train import mean_and_error, sign_test
 
 
 def test_by_hand():

@@ -44,7 +44,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 import torch
 import torch.profiler
@@ -207,8 +206,7 @@ def ours(settings, policy, tokenizer, batches, job):
         truths = [problem["answer"] for problem in rollout.problems]
         return torch.tensor(coin_toss(rollout.responses, truths))
 
-    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
-                            tokenizer=tokenizer, sampler=train.sample_groups, reward_of=reward_of)
+    parts = train.Parts(policy, reference, tokenizer, optimizer, [], [], reward_of=reward_of)
     for batch in batches:
         start = now()
         metrics, rollout = train.train_step(parts, batch, s)

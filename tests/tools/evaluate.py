@@ -24,7 +24,9 @@ if __name__ == "__main__":  # a reward may import another evaluate; Ctrl-C ends 
 sys.path.insert(0, str(TOOLS.parents[1]))
 import train  # noqa: E402  # first: it sets what torch reads when it is imported
 from reward import BadInput, accepted, blame, canonical, extract_boxed, groups_of  # noqa: E402
-from train import column, compared, flag_of, print0, reward_names, with_error  # noqa: E402
+from train import column, compared, flag_of, print0, reward_names  # noqa: E402
+
+with_error = train.reward.with_error
 
 # The flags of train.py that say what is asked, and how: others only train
 ASKED = """model data eval_data question_field answer_field system_prompt template_args reward
@@ -106,7 +108,8 @@ def with_policy(parts, s, against):
     with blame(f"--against {against}:"):
         policy, tokenizer = train.load_policy(other)
     train.check_prompts(f"--against {against}", parts.eval_problems, tokenizer, other)
-    return replace(parts, policy_model=train.shard(policy, s, samples=True), tokenizer=tokenizer)
+    twin = train.twin_of(policy, s)
+    return replace(parts, policy_model=train.shard(policy, s), twin=twin, tokenizer=tokenizer)
 
 
 def print_means(model, rows, title, others):
@@ -116,6 +119,9 @@ def print_means(model, rows, title, others):
     names = [*reward_names(rows), "tokens", "cut"]
     if has_boxes(rows + others):  # else these lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
+    for row in rows + others:
+        if row.get("boxed") and not row.get("cut"):
+            row["right of boxed and uncut"] = row["right"]
     for name in names:
         left = with_error(column(rows, name))
         right = with_error(column(others, name).view(B, -1).nanmean(dim=1))

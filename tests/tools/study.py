@@ -355,18 +355,20 @@ class OtherAnswers:
         self.untrained = None
         self.kept = None
 
-    def __call__(self, policy, parts, batch, s, sampler):
+    def __call__(self, parts, batch, s, sampler):
         if s.temperature == 0:                               # an evaluation
-            return self.answer(policy, parts, batch, s, sampler)
-        self.untrained = self.untrained or copy.deepcopy(policy)
+            return self.answer(parts, batch, s, sampler)
+        if not self.untrained:
+            untrained = copy.deepcopy(parts.policy_model)
+            self.untrained = dataclasses.replace(parts, policy_model=untrained)
         if self.whose == "kept":
             return self.kept_ones(parts, s)
         if self.whose == "worked":
             sampler = self.worked(batch)
-        found = self.answer(self.untrained, parts, batch, s, sampler)
+        found = self.answer(self.untrained, batch, s, sampler)
         if self.count_own:
             start = time.process_time()
-            own, _ = self.answer(policy, parts, batch, s, self.train.sample_groups)
+            own, _ = self.answer(parts, batch, s, self.train.sample_groups)
             right = self.train.reward.is_right(own.rule_rewards)
             self.accuracy = {"accuracy": float(right.double().mean())}
             self.seconds += time.process_time() - start
@@ -377,8 +379,7 @@ class OtherAnswers:
         take = self.train.take
         if not self.kept:
             batches = [self.train.batch_of_step(parts, n, s) for n in range(1, s.steps + 1)]
-            drawn = [self.answer(self.untrained, parts, batch, s, parts.sampler)[0]
-                     for batch in batches]
+            drawn = [self.answer(self.untrained, batch, s, parts.sampler)[0] for batch in batches]
             right = [take(some, (some.rewards >= 1).nonzero().flatten()) for some in drawn]
             self.kept = functools.reduce(self.train.sample.joined, right)
             n = len(self.kept.responses)
@@ -630,7 +631,7 @@ def each_seed(results):
 def paired(results):
     """The real controls problem by problem, and the curves of what a policy drew itself."""
     sys.path.insert(0, str(ROOT))
-    from train import compared
+    from reward import compared
 
     def line(before, after):
         return compared([{"right": x} for x in before], [{"right": x} for x in after], "right")

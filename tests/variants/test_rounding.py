@@ -15,7 +15,7 @@ BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
 
 def masters_of(*weights, seed=0, **how):
     masters = {str(i): dither(weight, seed, i) for i, weight in enumerate(weights)}
-    return MasterAdamW(masters, list(weights), **how)
+    return MasterAdamW(masters.items(), list(weights), **how)
 
 
 def rounded(start, dtype, move=0.0, seed=1):

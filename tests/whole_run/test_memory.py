@@ -1,5 +1,6 @@
 """What a step needs is known before a run begins, and the first way that fits is taken."""
 import os
+import re
 import subprocess
 import sys
 import pytest
@@ -37,8 +38,11 @@ def terms_of(capsys, *flags, status=0):
     """What --dry-run prints -> {term: GB}, and its last line, on stderr if nothing fits."""
     assert train.main([*flags]) == status
     told = capsys.readouterr()
-    _, *lines = (told.out + told.err).splitlines()
-    return {line[:20].strip(): float(line[20:26]) for line in lines[:-1]}, lines[-1]
+    _, line, *_ = told.out.splitlines()
+    total, parts = re.fullmatch("memory +a step needs some (.+) GB: (.*)", line).groups()
+    terms = dict(re.findall(r"([a-z ]+?) ([\d.]+)", parts), **{"in all": total})
+    last = (told.out + told.err).splitlines()[-1]
+    return {name.strip(): float(size) for name, size in terms.items()}, last
 
 
 @pytest.mark.parametrize("flags, measured", [

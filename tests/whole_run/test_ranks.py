@@ -86,7 +86,7 @@ def test_variables_that_mean_one_process_have_no_effect(monkeypatch, told):
     tell(monkeypatch, told)
     assert train.join_ranks(train.Settings()) is None
     monkeypatch.setattr(train, "WORLD_SIZE", 32)                # of a machine that is planned
-    trains("--dry-run=80")
+    trains("--dry-run=80", "--prompts-per-step=32")
 
 
 def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
@@ -99,7 +99,7 @@ def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
     assert_same_run(folder, one)
 
 
-STAGES = ("load_data", "save_checkpoint", "sampling_model", "gradient_step", "evaluate",
+STAGES = ("load_data", "save_checkpoint", "renew_twin", "gradient_step", "evaluate",
           "leave_ranks")
 fork = multiprocessing.get_context("fork")
 
@@ -191,8 +191,10 @@ def gradient_of(rank, port, folder):
     becomes_rank(rank, "3", port)
     s = train.parse(["--device=cpu", "--dtype=bfloat16"])
     train.join_ranks(s)
-    model = train.shard(small_model("qwen2").bfloat16(), s, samples=True)
-    train.sampling_model(model)
+    model = small_model("qwen2").bfloat16()
+    twin = train.twin_of(model, s)
+    model = train.shard(model, s)
+    train.renew_twin(train.Parts(model, *[None] * 5, twin=twin))
     assert all(map(train.is_sharded, model.parameters()))  # again
     backward_of(model, 1 if rank == "0" else 2**-9)
     found = {name: train.whole_of(p.grad) for name, p in model.named_parameters()}
