@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve()  # this file, or the copy of it that runs
+SOURCE = Path(__file__).resolve()  # the comments of its Settings are the help of its flags
 sys.path.insert(0, str(SOURCE.parent))  # `python -P` leaves it out
 
 # What torchrun tells, read once: a user's reward may set these to start a server of its own.
@@ -60,8 +60,8 @@ from advantage import plain_advantages, process_advantages
 from logprob import checkpoint_layers, cut_rows, has_long_rows, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, next_kl_coef, plain_loss
-from reward import HERE, BadInput, blame, column, compared, is_right, score_responses
-from reward import truth_in_words, truths_of
+from reward import HERE, BadInput, blame, column, compared, finite, is_right, reward_names, row_of
+from reward import score_responses, truth_in_words, truths_of
 from sample import chat_prompt, length_limit, one_line, sample_groups, take
 from sample import with_progress, words_of
 
@@ -72,7 +72,7 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=
                generators=None, updates=1, clip_eps=0.2, kl_coef=0.04):
     """DeepSeekMath's algorithm 1 for one batch, by the definitions alone -> rewards (N,)."""
     rollout = sample_groups(policy, tokenizer, prompts, G, T, 1.0, generators, plain=True)  # [A]
-    rewards = score_responses(rollout.responses, truths, G)                        # [B] (N,)
+    rewards = score_responses(rollout.responses, truths, G, prompts)               # [B] (N,)
     A = plain_advantages(rewards, G)                                               # [C] (N,)
     with torch.no_grad():
         old = plain_logprobs(policy, rollout.input_ids, rollout.labels)            # [D] (N, S-1)
@@ -100,7 +100,7 @@ class Parts:
     reward_of: object = None            # [B] Rollout -> N rewards; None: the rule's
     reward_model: object = None         # behind reward_of, with --reward-model
     twin: object = None                 # of a sharded policy: see twin_of
-    is_whole: bool = True               # no update of a step that is not done has moved a weight
+    is_whole: bool = True               # False from a step's first update until the step is done
 
 
 @dataclass
@@ -145,8 +145,8 @@ def train_step(parts, batch, s):
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for rows in split_groups(mine, s.minibatches, s):
-            updates.append(gradient_step(parts, rows, s, measure=not updates))
+        for minibatch in split_groups(mine, s.minibatches, s):
+            updates.append(gradient_step(parts, minibatch, s, measure=not updates))
     metrics["seconds_training"] = time.perf_counter() - start
     return step_metrics(rollout, metrics, updates, s), rollout
 
@@ -231,7 +231,7 @@ def train_grpo(parts, settings, run=None):
     """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
 
     Everything random follows from (seed, step, prompt): a resumed run draws the same, and the
-    answers do not depend on the number of GPUs.
+    answers do not depend on the number of GPUs, of which with --max-resample each draws a group.
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
@@ -302,11 +302,9 @@ def draw_groups(parts, batch, s):
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
         half = s.group_size // 2
-        prompts = reward.repeat_each(batch.prompts, half)
 
         def score(answers):
-            texts = list(map(reward.opened, answers, prompts))
-            return score_responses(texts, truths_of(batch.problems), half)
+            return score_responses(answers, truths_of(batch.problems), half, batch.prompts)
 
         sampler = partial(sample.sample_around, best=s.around_best, score=score)
     of_ranks = together(answers_and_rewards, parts, batch, s, sampler)
@@ -324,8 +322,8 @@ def answers_and_rewards(parts, batch, s, sampler):
     middle = time.perf_counter()
     rollout.problems = reward.repeat_each(batch.problems, G)                           # N
     rollout.prompts = reward.repeat_each(batch.prompts, G)                             # N
-    texts = list(map(reward.opened, rollout.responses, rollout.prompts))
-    rollout.rule_rewards = score_responses(texts, truths_of(batch.problems), G)        # (N,)
+    rollout.rule_rewards = score_responses(rollout.responses, truths_of(batch.problems), G,
+                                           batch.prompts)                              # (N,)
     rollout.rewards = rollout.rule_rewards.double()                                    # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
@@ -590,7 +588,7 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
-    at_a_time = settings.prompts_per_step // WORLD_SIZE * settings.group_size // group_size
+    at_a_time = max(1, settings.prompts_per_step // WORLD_SIZE * settings.group_size // group_size)
     s = replace(settings, group_size=group_size, temperature=temperature)
     renew_twin(parts)
     rows = sum(together(evaluation_rows, parts, s, at_a_time), [])
@@ -1227,11 +1225,6 @@ def samples_of(rollout, step, group_size):
         yield record
 
 
-def finite(number):
-    """The number, or None for NaN and Infinity, which JSON lacks."""
-    return number if math.isfinite(number) else None
-
-
 def on_host(run, tensors):
     """{name: tensor, sharded or not} -> the whole tensors in host memory, on rank 0 alone."""
     copies = {}
@@ -1416,7 +1409,7 @@ def update_bar(bar, run):
     """Show where the first six curves have come to."""
     shown = {}
     for _, title, points in curves_of(run, RECENT)[:6]:
-        name, _, unit = title.partition(" (")
+        name = title.split(" (")[0]  # without its unit
         shown[name] = points[-1][1]
     bar.set_postfix(shown, refresh=False)
     bar.update()
@@ -1489,29 +1482,6 @@ def small_curve(points):
     heights = [int(7 * ((value - low) / span)) for value in values]
     blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
-
-
-def row_of(rollout, n):
-    """An answer and its rewards, as evaluations.jsonl keeps them; what is not known is left out."""
-    problem = rollout.problems[n]
-    row = {"problem": problem["question"], "truth": truth_in_words(problem),
-           "answer": rollout.responses[n]}
-    for name, values in {"reward": rollout.rewards, **rollout.reward_parts}.items():
-        row[name] = finite(float(values[n]))
-    if row["reward"] is None:  # no reward applies: the answer is in no figure
-        return row
-    row["tokens"] = int(rollout.mask[n].sum())
-    row["cut"] = not rollout.finished[n]
-    by_rule = float(rollout.rule_rewards[n])
-    if not math.isnan(by_rule):
-        row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
-    return row
-
-
-def reward_names(rows):
-    """Of the rows of an evaluation: "reward", and where it is a sum each "reward/NAME"."""
-    names = [name for row in rows[:1] for name in row if name.startswith("reward")]
-    return names if len(names) > 2 else names[:1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1845,7 +1815,7 @@ def check_settings(s):
          "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
         (sum(advantages) > 1,
          "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
-        (is_gdpo and not rewards, "--advantage gdpo: needs several --reward"),
+        (is_gdpo and not rewards, "--advantage gdpo: needs --reward, each of which is normalised"),
         (in_use and not s.resume,
          f"--output {s.output}: is in use; name another, or continue its run with --resume"),
         (len(set(rewards)) < len(rewards),
@@ -2036,7 +2006,7 @@ def load_policy(s):
 def tell_differences(flag, folder, s):
     """Of a run's policy: tell what is asked otherwise than in its run."""
     if source := config_of(folder):
-        trained = read_config(source)
+        trained = json.loads(Path(source).read_bytes())
         for name in "system_prompt template_args max_new_tokens reply max_turns".split():
             if trained.get(name, FIELDS[name]) != getattr(s, name):
                 print0(f"{flag} {folder}: asked with {flag_of(name)} {getattr(s, name)!r}, its run "
@@ -2129,7 +2099,7 @@ def main(words):
         status = train(parts, settings, run)
         leave_ranks(status)
         return status
-    return 2
+    return 2  # in_one_line has told the error
 
 
 @contextmanager
@@ -2194,7 +2164,7 @@ def train(parts, s, run):
     print_start(run, parts, s)
 
     try:
-        # From here on a signal lets the step end; until here there was nothing to save.
+        # From here on a signal ends the run with whole steps; until here there was none to save.
         with listening_to_signals():
             train_grpo(parts, s, run)
     except Exception:

@@ -75,6 +75,10 @@ def test_score_responses_is_prompt_major():
     rewards = score_responses([box(1)] * 4, ["1", None], group_size=2)
     assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
     assert is_right(rewards).tolist() == [True, True, False, False]
+    # A prompt that ends in <think> has begun the reasoning of its answers alone
+    answers = [box(7), f"</think> {box(7)}"]
+    rewards = score_responses(2 * answers, ["7", "7"], 2, ["How many? <think>\n", "How many?"])
+    assert rewards.tolist() == [0.0, 1.5, 1.5, 1.5]
     for rows, truths in ((5, 2), (7, 2), (6, 3), (6, 0)):
         with pytest.raises(ValueError):
             score_responses([box(7)] * rows, ["7"] * truths, 3)

@@ -88,6 +88,19 @@ def test_a_step_is_the_definition(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-6)
 
 
+def test_the_definition_reads_answers_as_the_loop_does(monkeypatch):
+    """Where the prompt ends in <think>, a box in reasoning that never ends earns nothing."""
+    p = parts()
+    drawn = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, 40, 1.0, seeded())
+    assert any("boxed" in answer for answer in drawn.responses)
+    p.prompts = [f"{prompt} <think>" for prompt in p.prompts]
+    monkeypatch.setattr(train, "sample_groups", lambda *_, **how: copy.deepcopy(drawn))
+    _, rollout, _ = whole_step(p, None, sampler=train.sample_groups)
+    rewards = train.plain_step(p.policy_model, p.ref_model, p.optimizer, p.tokenizer, p.prompts,
+                               train.truths_of(p.problems), 4, 40)
+    assert not rewards.any() and not rollout.rewards.any()
+
+
 def test_plain_is_the_same_run(capsys, tmp_path):
     """`--plain` draws what the other run draws, and earns the same, step by step."""
     flags = (*FEW, "--steps=4", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
