@@ -70,10 +70,10 @@ def test_a_prompt_that_opens_the_reasoning_is_ranked_as_it_is_paid(monkeypatch):
     scored = []
     real = train.score_responses
     monkeypatch.setattr(train, "score_responses",
-                        lambda texts, *given: scored.append(texts) or real(texts, *given))
-    whole_step(p, reward_of=None)
-    assert [len(texts) for texts in scored] == [8, 16]
-    assert all(text.startswith("<think>") for texts in scored for text in texts)
+                        lambda *given: scored.append(real(*given)) or scored[-1])
+    _, rollout, _ = whole_step(p, reward_of=None)
+    assert [len(rewards) for rewards in scored] == [8, 16] and not torch.cat(scored).any()
+    assert any("boxed" in answer for answer in rollout.responses[:4] + rollout.responses[8:12])
 
 
 def test_shapley_shares_arrive():
