@@ -21,7 +21,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -142,9 +141,7 @@ def updates(policy, tokenizer, s):
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = train.make_optimizer(policy, s, reference)
     problems = train.reward.load_problems(s.data)
-    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
-                            tokenizer=tokenizer, problems=problems, sampler=train.sample_groups,
-                            reward_of=None)
+    parts = train.Parts(policy, reference, tokenizer, optimizer, problems, [])
     found = []
 
     def counted(parts, rollout, settings, measure, step=train.gradient_step):
@@ -215,8 +212,7 @@ def one_step(policy, reference, optimizer, size, s):
     def reward_of(rollout):
         return torch.arange(len(rollout.responses)) % 2.0
 
-    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
-                            tokenizer=tokenizer, sampler=sampler, reward_of=reward_of)
+    parts = train.Parts(policy, reference, tokenizer, optimizer, [], [], sampler, reward_of)
     metrics, _ = train.train_step(parts, batch, s)
     return metrics
 
