@@ -488,11 +488,12 @@ def means_of(dicts):
 def step_metrics(rollout, metrics, updates, s):
     """All metrics of a step: those of its answers, of what it trained on, the mean of updates."""
     tokens = rollout.mask.sum()
-    seconds = [value for name, value in metrics.items() if name.startswith("seconds")]
+    seconds = (metrics["seconds_sampling"] + metrics["seconds_scoring"]
+               + metrics["seconds_training"])
     metrics = metrics | {
         "tokens": tokens,
         "kl_coef": s.kl_coef,
-        "tokens_per_second": tokens / sum(seconds),
+        "tokens_per_second": tokens / seconds,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     if s.step_reward:  # equal sums of an answer's steps may still teach
@@ -1471,7 +1472,10 @@ def print_story(run):
 def change_of(metric, first, last):
     """What became of a held-out score between two evaluations, in words."""
     name = "right" if metric == "eval_accuracy" else metric.removeprefix("eval_")
-    return compared(first, last, name)
+    part = (column(last, name) - column(first, name)).nanmean()
+    total = (column(last, "reward") - column(first, "reward")).nanmean()
+    fell = "; it fell while the sum rose" if part < 0 < total else ""
+    return compared(first, last, name) + fell
 
 
 def small_curve(points):
@@ -2006,7 +2010,8 @@ def load_policy(s):
 def tell_differences(flag, folder, s):
     """Of a run's policy: tell what is asked otherwise than in its run."""
     if source := config_of(folder):
-        trained = json.loads(Path(source).read_bytes())
+        with blame(f"{flag} {folder}: {source}:"):
+            trained = json.loads(Path(source).read_bytes())
         for name in "system_prompt template_args max_new_tokens reply max_turns".split():
             if trained.get(name, FIELDS[name]) != getattr(s, name):
                 print0(f"{flag} {folder}: asked with {flag_of(name)} {getattr(s, name)!r}, its run "

@@ -118,9 +118,6 @@ def greedy(folder, problems, system_prompt, most, task):
         "--system-prompt", system_prompt, "--max-new-tokens", most, "--reward", "rule",
         "--dtype", "bfloat16", "--prompts-per-step", 5, "--group-size", 8]), to_train=False)
     _, rows = train.evaluate(train.load(settings, to_train=False), settings)
-    for row in rows:
-        if row.get("boxed") and not row["cut"]:
-            row["right of boxed and uncut"] = row["right"]
     return rows
 
 

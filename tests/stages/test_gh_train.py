@@ -280,8 +280,9 @@ def test_evaluation_is_its_definition():
     assert found[1] == {"problem": "q 1", "answer": "?", "reward": 1.0, "tokens": 9, "cut": False,
                         "truth": "1", "boxed": False, "right": False}
     assert found[2] == {**found[1], "problem": "q 2", "answer": "\\boxed{2}", "reward": 2.0,
-                        "truth": "2", "boxed": True, "right": True}
-    assert found[4]["right"] and found[4]["cut"]
+                        "truth": "2", "boxed": True, "right": True,
+                        "right of boxed and uncut": True}
+    assert found[4]["right"] and found[4]["cut"] and "right of boxed and uncut" not in found[4]
     prompts = [train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
     assert asked == [prompts[:6], prompts[6:]]
     p.reward_of = None

@@ -119,9 +119,6 @@ def print_means(model, rows, title, others):
     names = [*reward_names(rows), "tokens", "cut"]
     if has_boxes(rows + others):  # else these lines would say nothing
         names += ["right", "boxed", "right of boxed and uncut"]
-    for row in rows + others:
-        if row.get("boxed") and not row.get("cut"):
-            row["right of boxed and uncut"] = row["right"]
     for name in names:
         left = with_error(column(rows, name))
         right = with_error(column(others, name).view(B, -1).nanmean(dim=1))

@@ -240,14 +240,20 @@ def test_a_checkpoint_is_written_once_a_save(monkeypatch, tmp_path):
 
 
 # --- The last lines -------------------------------------------------------------------------------
-def test_each_part_of_a_reward_has_its_own_lines(own, tmp_path):
-    """Shorter answers pay, and working the sum out does not: that is seen beside the sum."""
+def test_a_part_that_fell_while_the_sum_rose_is_told(own, tmp_path):
+    """Shorter answers pay, and working the sum out does not."""
     file = own("""
         def worked(completions, **columns):
             return [float("=" in text) for text in completions]
         def brief(completions, **columns):
             return [max(0, 40 - len(text)) / 4 for text in completions]
         """)
+    first = [{"reward": float(n), "reward/worked": 1.0} for n in range(8)]
+    last = [{"reward": n + 1.0, "reward/worked": float(n > 0)} for n in range(8)]
+    assert "fell while the sum rose" in train.change_of("eval_reward/worked", first, last)
+    for metric, before, after in (("eval_reward", first, last), ("eval_reward/worked", last, first),
+                                  ("eval_reward/worked", first, first)):
+        assert "fell" not in train.change_of(metric, before, after)
     folder = tmp_path / "run"
     both = "--reward", f"{file}:worked", f"{file}:brief"
     out, _ = told(*FLAGS, *both, "--reward-weights", "0.125", "1", f"--output={folder}")
