@@ -429,8 +429,8 @@ def test_only_for_the_rules_reward_a_box_is_asked_for(flags, asks):
     assert train.parse(["--model=m", *flags.split(), "--system-prompt=x"]).system_prompt == "x"
 
 
-def test_the_template_that_was_trained_with_is_saved(tmp_path):
-    """And a run's policy that is asked otherwise says so."""
+def test_the_template_that_was_trained_with_is_saved(capsys, tmp_path):
+    """And a run's policy that is asked otherwise says so, whatever flags its run has had."""
     template = (TINY / "chat_template.jinja").read_text().replace("<|user|>", "<|user|> :")
     folder, other = tmp_path / "run", tmp_path / "other"
     told(*FLAGS, f"--output={folder}", "--template-args", json.dumps({"chat_template": template}))
@@ -438,8 +438,12 @@ def test_the_template_that_was_trained_with_is_saved(tmp_path):
         if policy.exists():
             assert (policy / "chat_template.jinja").read_text() == template
     asked = ("--max-new-tokens=8", "--model", str(folder))
+    config = folder / "config.json"
+    edit_json(config, a_flag_of_old=1)
     out, _ = told(*FEW, *SHORT[:3], *asked, f"--output={other}")
     assert "its run had 16" in out and "--max-new-tokens 8" in out
+    config.write_text("{")
+    assert str(config) in refused(capsys, *FEW, *asked, begun=True)
 
 
 def test_a_folder_that_is_taken_away_ends_the_run_in_a_line(capsys, monkeypatch, tmp_path):
